@@ -17,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_rl.environments.code import judge, program_of, tests_of_row
-from megatron_rl.environments.sandbox import run_python
+from megatron_rl.sandbox.bubblewrap import run_python
+from megatron_rl.verifiers.code import judge, program_of, tests_of_row
 
 TIMEOUT_S = 60.0
 

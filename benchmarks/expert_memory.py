@@ -32,13 +32,13 @@ import torch
 import transformers
 from peak_memory import forward_and_backward, peak_bytes
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.memory_plan import CPU, GPU, Kernels, stage_activations
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.memory import CPU, GPU, Kernels, stage_activations
-from megatron_rl.models.sizes import Shape
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.distributed import parallel
+from megatron_rl.models.shape import Shape
 from megatron_rl.trainer.trainer import build_trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)

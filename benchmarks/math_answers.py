@@ -20,7 +20,7 @@ from pathlib import Path
 
 from math_verify import parse, verify
 
-from megatron_rl.environments.math_verifier import compare_math
+from megatron_rl.verifiers.math import compare_math
 
 FORMS = ("The answer is {}.", r"\boxed{{{}}}", "So she has {} apples.", "**Answer:** ${}$")
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from update_overhead import WARM_UP
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import PruningConfig, ServerConfig
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.client import SGLangClient
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 FREE = SamplingSupport()

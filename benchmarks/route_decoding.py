@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.rollout.client import parse_reply
-from megatron_rl.rollout.routes import EngineRoutes
+from megatron_rl.data.engine_routes import EngineRoutes
+from megatron_rl.servers.client import parse_reply
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 
 WARM_UP = 2

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.config import AgentConfig
-from megatron_rl.environments.sandbox import PYTHON
-from megatron_rl.environments.toolbox import Toolbox
+from megatron_rl.sandbox.bubblewrap import PYTHON
+from megatron_rl.tools.toolbox import Toolbox
 
 CODE = "print(6 * 7)"
 

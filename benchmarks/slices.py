@@ -26,17 +26,17 @@ import numpy as np
 import torch
 import transformers
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.memory_plan import estimate
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.memory import estimate
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.models.moe import moe_layers
 from megatron_rl.models.precision import TRAIN
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 

@@ -31,7 +31,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
 
-from megatron_rl.environments.number_sorting import NumberSorting  # noqa: E402
+from megatron_rl.tasks.builtin import NumberSorting  # noqa: E402
 from tools.make_tiny_model import Sizes, make_tiny_model  # noqa: E402
 
 BLOCKS, WARM_UP = 20, 600

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import ServerConfig, SyncConfig
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 

@@ -28,19 +28,19 @@ import numpy as np
 import torch
 from peak_memory import peak_bytes
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import PREDICTING, Config, CorrectionConfig, LoRAConfig, PruningConfig, VP2OConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
+from megatron_rl.config.plan import critic_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.plan import critic_config
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.predictors import Predictors
+from megatron_rl.distributed import parallel
+from megatron_rl.hooks.predictors import Predictors
+from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.routing.replay import RouteSource
-from megatron_rl.trainer import parallel
+from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer.critic import Critic
-from megatron_rl.trainer.hooks import Place, UpdateHook
+from megatron_rl.trainer.hooks import UpdateContext, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.optimizer import torch_adams
 from megatron_rl.trainer.trainer import Trainer, build_trainer
@@ -77,7 +77,7 @@ def make_hooks(trainer: Trainer, variants: list[str]) -> Hooks:
     hooks: Hooks = {}
     for variant in variants:
         source = variant if variant in get_args(RouteSource) else "none"
-        hooks[variant] = [Routes(source)]
+        hooks[variant] = [RoutingReplay(source)]
         if source in PREDICTING:
             predictors = next(hook for hook in trainer.hooks if isinstance(hook, Predictors))
             predictors.config = replace(predictors.config, source=source)
@@ -129,7 +129,7 @@ def one_round(
             use(trainer, variant, hooks)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(shares[index])
-            trainer.compute_fields(batches, Policy(trainer.config).needs, Place(index))
+            trainer.compute_fields(batches, Policy(trainer.config).needs, UpdateContext(index))
             if variant == "critic" and critic and index == 0:
                 critic.score(shares)
             seconds[variant]["score"] += time.perf_counter() - start
@@ -141,7 +141,7 @@ def one_round(
             if index == 0:
                 trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
             batches = packed[variant, index]
-            trainer.update(batches, Policy(trainer.config), Place(index))
+            trainer.update(batches, Policy(trainer.config), UpdateContext(index))
             if variant == "critic" and critic:
                 critic.update(index, torch.ones(sum(sample.response_length for sample in shares[index])))
             seconds[variant]["train"] += time.perf_counter() - start

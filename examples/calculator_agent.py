@@ -12,9 +12,9 @@ import json
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from megatron_rl.environments import Prompt
-from megatron_rl.environments.calculator import Calculator, calculate
-from megatron_rl.environments.tools import ToolError
+from megatron_rl.tasks import Prompt
+from megatron_rl.tools.calculator import Calculator, calculate
+from megatron_rl.tools.tool import ToolError
 
 TURNS = 3
 TOOLS = [Calculator().schema]

@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config_file import build_config
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments.build import build_task
+from megatron_rl.distributed import parallel
+from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE, read_json_lines
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.models.sizes import Shape, count, whole_model
+from megatron_rl.models.shape import Shape, count, whole_model
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.tasks.from_config import build_task
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 MODELS = {"teacher": "teacher", "pruned": "prune/hf", "distilled": "student"}

@@ -12,9 +12,9 @@ from typing import Any
 
 import vl_convert
 
-from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.runlog import Lines, deviation_tails, heat_map, mean, points
+from megatron_rl.report import charts as vega
+from megatron_rl.report.run_folder import Lines, deviation_tails, heat_map, mean, points
 
 Groups = Mapping[str, Sequence[Path | str]]
 """Label -> folders of its runs (the seeds of one setting, say), which are averaged."""

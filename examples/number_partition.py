@@ -9,9 +9,9 @@ import random
 from collections.abc import Sequence
 from typing import override
 
-from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Parts, Prompt, Split, Task
-from megatron_rl.environments.verifiers import read_numbers
+from megatron_rl.tasks.procedural import HELD_OUT_SIZE, ProceduralPrompts
+from megatron_rl.tasks.task import Parts, Prompt, Split, Task
+from megatron_rl.tasks.verifiers import read_numbers
 
 TRAINING_PROMPTS = 20_000
 LARGEST = 9

@@ -20,9 +20,9 @@ from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.errors import UserError
 from megatron_rl.models.router import routers
-from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver, Router
-from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.routing.table import RouteTable
+from megatron_rl.trainer.hooks import Stage, Step, UpdateContext, UpdateHook
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
@@ -80,7 +80,7 @@ class RouteRecorder(UpdateHook):
             )
         self.folder = config.run_dir / "routes"
         self.number = len(list(self.folder.glob("batch_*"))) - 1
-        self.place = Place()
+        self.place = UpdateContext()
         self.tables: list[RouteTable] = []
 
     def attach(self, trainer: Trainer) -> None:
@@ -89,7 +89,7 @@ class RouteRecorder(UpdateHook):
             raise UserError("config: hooks: RouteRecorder keeps what one process sees; start one process")
         self.weights = {layer: router.weight for layer, router in routers(trainer.chunks)}
 
-    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
         """Where a rollout batch begins, keep the routers' weights."""
         self.place, self.tables = place, [batch.routes for batch in batches if batch.routes]
         if stage == "log_probs" and place.update == 0:
@@ -103,7 +103,7 @@ class RouteRecorder(UpdateHook):
         """Folder of the rollout batch."""
         return self.folder / f"batch_{self.number:03}"
 
-    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
         """Return what looks at the routers, after the trainer's own have recorded."""
         return [_Watch(table, stage)]
 

@@ -36,10 +36,10 @@ from route_recorder import Seen
 from torch import Tensor
 
 from megatron_rl.config import OptimizerConfig, RoutingConfig
+from megatron_rl.hooks.predictors import make_adam, set_lr
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.routing.agreement import kl_divergence, routing_log_probs
 from megatron_rl.routing.predictor import RoutePredictor, predictive_loss, relative_horizon
-from megatron_rl.routing.predictors import make_adam, set_lr
+from megatron_rl.routing.table import kl_divergence, routing_log_probs
 
 UPDATES = 16
 TOPK = 8

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.build import build_task
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.tasks.from_config import build_task
 
 SINKS = {"large": 2.0, "small": 0.0}
 """Where sinks start: one of 2 weighs as much as seven keys of score 0, about as many as a token of this task has before it."""

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl import __version__
-from megatron_rl.credentials import hide
+from megatron_rl.config.credentials import hide
 from megatron_rl.errors import UserError
-from megatron_rl.launch.torchrun import needs_torchrun, torchrun
-from megatron_rl.rollout.supervise import follow_parent
+from megatron_rl.run.torchrun import needs_torchrun, torchrun
+from megatron_rl.servers.supervise import follow_parent
 
 if TYPE_CHECKING:
-    from megatron_rl.launch.plan import Kind
+    from megatron_rl.config.plan import Kind
 
 GROUPS = {
     "Before a run": {
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             raise
-        from megatron_rl.launch.lost import lost_contact
+        from megatron_rl.distributed.collective_errors import lost_contact
 
         problem = lost_contact(error)
         if problem is None:
@@ -294,17 +294,17 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if rest and args.command not in (*KINDS, "certify", "plan", "launch") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
-        from megatron_rl.launch.doctor import doctor
+        from megatron_rl.run.doctor import doctor
 
         return doctor(as_json=args.json)
     if args.command == "keys":
-        from megatron_rl.config_reference import print_keys
+        from megatron_rl.config.reference import print_keys
 
         return print_keys(args.prefix)
     if args.command == "status":
         from rich.console import Console
 
-        from megatron_rl.metrics.status import as_json, as_table, status_of
+        from megatron_rl.report.status import as_json, as_table, status_of
 
         found = [status_of(Path(run)) for run in args.run]
         if args.json:
@@ -321,7 +321,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         if attributes and needs_torchrun(args.nproc):
             return torchrun(args.nproc, arguments)
         if attributes:
-            from megatron_rl.metrics.attribute import attribute_command
+            from megatron_rl.attribute import attribute_command
             from megatron_rl.metrics.attribution import table
 
             if len(args.run) > 1:
@@ -330,8 +330,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             if found is None:
                 return None
             Console().print(table(found))
-        from megatron_rl.metrics.report import write_report
-        from megatron_rl.metrics.summary import before_after, compared
+        from megatron_rl.report.page import write_report
+        from megatron_rl.report.run_folder import before_after, compared
 
         folders = [Path(run) for run in args.run]
         page = write_report(folders)
@@ -340,13 +340,13 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         print(f"report: {page}")
         return None
     if args.command == "simulate":
-        from megatron_rl.simulate.command import simulate_command
+        from megatron_rl.simulate.simulate import simulate_command
 
         file = Path(args.file) if args.file else None
         return simulate_command(file, [Path(run) for run in args.measured], [Path(run) for run in args.compare])
     if args.command == "convert":
-        from megatron_rl.config_file import build_config
-        from megatron_rl.hub import as_folder
+        from megatron_rl.config.load import build_config
+        from megatron_rl.data.hub import as_folder
 
         sizes = {"tensor": args.tensor, "pipeline": args.pipeline, "expert": args.expert}
         parallel = build_config({"parallel": sizes}).parallel
@@ -366,26 +366,26 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             print(f"wrote {out}")
         return None
 
-    from megatron_rl.config_file import load_config
+    from megatron_rl.config.load import load_config
 
     config = load_config(args.config, rest)
     # All that the config says by itself is told before torch and its neighbors are imported, which takes long.
-    from megatron_rl.launch.model_folders import overrides_of, with_folders
-    from megatron_rl.launch.plan import FROM_DATA
-    from megatron_rl.launch.preflight import check_config
+    from megatron_rl.checks.model_folders import overrides_of, with_folders
+    from megatron_rl.checks.preflight import check_config
+    from megatron_rl.config.plan import OFFLINE
 
     if args.command == "plan":
         if args.gpus > 0:
             check_config(config, args.run, args.gpus)
         config = with_folders(config, args.run, config_alone=True)
-        from megatron_rl.launch.fit import plan_command
+        from megatron_rl.checks.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, run=args.run, as_json=args.json)
     if args.command == "launch":
-        from megatron_rl.launch.slurm import launch_command
+        from megatron_rl.run.slurm import launch_command
 
         return launch_command(config, args, rest)
-    from megatron_rl.environments.build import check_data
+    from megatron_rl.tasks.from_config import check_data
 
     check_data(config.data)
     processes = int(os.environ.get("WORLD_SIZE") or args.nproc)
@@ -396,25 +396,25 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     kind = KINDS.get(args.command, "ask")
     kind = "score" if args.command == "eval" and config.eval.likelihood else kind
     if args.command == "rollout":
-        from megatron_rl.launch.demonstration_checks import check_demonstrations
+        from megatron_rl.checks.keys import check_demonstrations
 
         check_demonstrations(config)
     check_config(config, kind, processes)
     found = with_folders(config, kind)
     arguments = [*arguments, *overrides_of(config, found)]
     config = found
-    if args.command in ("train", *FROM_DATA):
+    if args.command in ("train", *OFFLINE):
         from megatron_rl.sync.allocator import allocator_settings
 
         os.environ.update(allocator_settings(config, os.environ))
-    from megatron_rl.rollout.leftovers import compiled
+    from megatron_rl.servers.orphans import compiled
 
     if own := compiled():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
     if needs_torchrun(args.nproc):
         return torchrun(args.nproc, arguments, failing=1 if args.command == "certify" else None)
     if args.command == "certify":
-        from megatron_rl.certify.command import certify_command
+        from megatron_rl.certify.certify import certify_command
 
         return certify_command(config, args.prompts, args.tokens)
     if args.command == "train":
@@ -422,7 +422,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     elif args.command == "sft":
         from megatron_rl.sft import sft as command
     elif args.command == "reward":
-        from megatron_rl.reward import reward as command
+        from megatron_rl.reward_model import reward as command
     elif args.command == "dpo":
         from megatron_rl.dpo import dpo as command
     elif args.command == "prune":
@@ -434,7 +434,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     elif args.command == "eval":
         from megatron_rl.evaluate import evaluate_command as command
     elif args.command == "serve-agent":
-        from megatron_rl.rollout.serve_agent import serve_agent as command
+        from megatron_rl.serve_agent import serve_agent as command
     else:
         from megatron_rl.evaluate import rollout_command as command
     return command(config)

@@ -13,15 +13,13 @@ from torch import Tensor
 from megatron_rl.algorithms import preference
 from megatron_rl.config import Config, DPOConfig
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments.comparisons import Comparison
-from megatron_rl.environments.preferences import Kind
-from megatron_rl.environments.stream import held_out_comparisons
-from megatron_rl.launch.from_data import Learned, check_kind, learn_from_data
-from megatron_rl.launch.run import Run
-from megatron_rl.metrics.preferences import pair_metrics
+from megatron_rl.metrics.preference_metrics import pair_metrics
 from megatron_rl.metrics.reduce import Metrics, figures, mean
-from megatron_rl.trainer.reference import Reference
-from megatron_rl.trainer.units import Loss, Places, Table, UnitPasses
+from megatron_rl.offline import StepResult, check_kind, train_offline
+from megatron_rl.run.run import Run
+from megatron_rl.tasks.preferences import Comparison, Kind
+from megatron_rl.tasks.stream import held_out_comparisons
+from megatron_rl.trainer.scored_spans import Loss, Places, Reference, ScoredSpans, UnitPasses
 
 LOG_PROBS = "old_log_probs"
 TAKES: dict[str, tuple[Kind, ...]] = {
@@ -52,10 +50,10 @@ def dpo(config: Config) -> None:
                 baseline = preference.kto_baseline(of_other.sums(LOG_PROBS)[LOG_PROBS], reference(other, of_other))
             return passes, partial(dpo_loss, config.dpo, table, reference(table, passes), baseline)
 
-        def learn() -> Learned:
+        def learn() -> StepResult:
             passes, loss = compare(draw(run, run.step))
             update, measured = passes.learn(loss, LOG_PROBS)
-            return Learned(update, passes.mine, measured)
+            return StepResult(update, passes.mine, measured)
 
         def evaluate() -> dict[str, float]:
             if not held_out:
@@ -64,7 +62,7 @@ def dpo(config: Config) -> None:
             found = figures(loss(passes.sums(LOG_PROBS))[1])
             return {f"eval/{name.rpartition('/')[2]}": value for name, value in found.items()}
 
-        learn_from_data(run, learn, evaluate)
+        train_offline(run, learn, evaluate)
 
 
 def draw(run: Run, step: int) -> list[Comparison]:
@@ -73,7 +71,7 @@ def draw(run: Run, step: int) -> list[Comparison]:
     return run.stream.next_comparisons(run.config.batch.prompts_per_step, rng)
 
 
-def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[Table]:
+def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
     """All that the rest of the run asks the reference for. The stream then stands where it stood before."""
     here = run.stream.state_dict()
     if held_out:
@@ -83,10 +81,10 @@ def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[Table]:
     run.stream.load_state_dict(here)
 
 
-def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[Table]:
+def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[ScoredSpans]:
     """The responses; and for KTO each prompt with the response of the next one's."""
     crossed = [mismatched(comparisons)] if config.loss == "kto" else []
-    return [Table.of(some, whole_response) for some in (comparisons, *crossed)]
+    return [ScoredSpans.of(some, whole_response) for some in (comparisons, *crossed)]
 
 
 def whole_response(comparison: Comparison, index: int) -> tuple[Sequence, list[tuple[Places, float]]]:
@@ -111,7 +109,7 @@ def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
 
 
 def dpo_loss(
-    config: DPOConfig, table: Table, reference: Tensor, baseline: Tensor | None, sums: dict[str, Tensor]
+    config: DPOConfig, table: ScoredSpans, reference: Tensor, baseline: Tensor | None, sums: dict[str, Tensor]
 ) -> tuple[Tensor, Metrics]:
     """The configured loss of the responses' summed log-probs, and what is logged of it. baseline: of KTO."""
     policy, lengths = sums[LOG_PROBS], sums["labels"]

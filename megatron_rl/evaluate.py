@@ -11,23 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.eval_sets import EvalSet, overall
+from megatron_rl.checks.keys import check_demonstrations
 from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
-from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import StopRequested, UserError
-from megatron_rl.launch.demonstration_checks import check_demonstrations
-from megatron_rl.launch.eval_sets import EvalSet, overall
-from megatron_rl.launch.run import Run
-from megatron_rl.metrics.agents import agent_metrics
+from megatron_rl.metrics.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
-from megatron_rl.metrics.responses import readable, write_responses
-from megatron_rl.metrics.step import reward_metrics
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.report.samples import agent_metrics, readable, write_responses
+from megatron_rl.report.step import reward_metrics
 from megatron_rl.rollout.demonstrations import FILE, best_of, light, problem_of, row_of, samples_of, summary
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.run.run import Run
+from megatron_rl.tasks import Prompt
 
 
 def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
@@ -61,7 +60,7 @@ def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         return {}
     scores |= overall(scores, "eval/score", run.eval_sets)
     if "eval/score" in scores:
-        run.scores[run.step] = scores["eval/score"]
+        run.record_score(scores["eval/score"])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     return scores
 

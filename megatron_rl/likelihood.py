@@ -8,16 +8,16 @@ import math
 import numpy as np
 import torch
 
+from megatron_rl.checks.eval_sets import EvalSet, overall
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments.stream import held_out_demonstrations
-from megatron_rl.environments.text import NO_TEXT
 from megatron_rl.errors import UserError
-from megatron_rl.launch.eval_sets import EvalSet, overall
-from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, over_ranks
+from megatron_rl.run.run import Run
+from megatron_rl.tasks.chat import NO_TEXT
+from megatron_rl.tasks.stream import held_out_demonstrations
 from megatron_rl.trainer.trainer import Trainer
 
 

@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.algorithms.importance import largest
+from megatron_rl.checks.prune_command import sizes_of
+from megatron_rl.compression.calibration import measure
+from megatron_rl.compression.importance import largest
+from megatron_rl.compression.sparsity import sparsify
+from megatron_rl.compression.structured_pruning import REPORT, Sizes, choose, remove_parts
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
-from megatron_rl.launch.prune_checks import sizes_of
-from megatron_rl.launch.run import Run
 from megatron_rl.likelihood import likelihood
 from megatron_rl.models.hf_folder import read_weights
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.models.sizes import Shape, count, whole_model
-from megatron_rl.models.slim import REPORT, Sizes, choose, slim
-from megatron_rl.trainer.calibration import measure
-from megatron_rl.trainer.sparsify import sparsify
+from megatron_rl.models.shape import Shape, count, whole_model
+from megatron_rl.run.run import Run
 
 PARTS = ("attention", "mlp", "router", "experts", "norm", "embedding", "head")
 
@@ -54,7 +54,7 @@ def prune(config: Config) -> None:
             report["importance"] = {
                 n: importance[n].tolist() for n in ("layers", "heads", "experts") if n in importance
             }
-            run.ranks.main_does(partial(slim, source, out, kept, sizes))
+            run.ranks.main_does(partial(remove_parts, source, out, kept, sizes))
             trainer = run.scorer(str(out), plain=True)
         if config.prune.sparsity != "none":
             smaller = Shape.from_config(trainer.model.hf_config)

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from megatron_rl.compression import quantization
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Run
 from megatron_rl.likelihood import held_out
 from megatron_rl.metrics import mismatch
-from megatron_rl.models import ptq
-from megatron_rl.ops.linear_kl import linear_kl
+from megatron_rl.ops.distillation_kl import linear_kl
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.run.run import Run
 
 REPORT = "quantization.json"
 MEASURED = ("abs_mean", "abs_p99", "ratio_max", "ratio_min")
@@ -32,17 +32,17 @@ def quantize(config: Config) -> None:
     settings, source, out = config.quantize, Path(config.model.path), config.run_dir / "hf"
     if out.exists():
         raise UserError(f"quantize: {out} exists; remove it, or choose another name")
-    ptq.check_source(source, settings.format, settings.keep_layers)
+    quantization.check_source(source, settings.format, settings.keep_layers)
     with Run(config, kind="quantize") as run:
         samples = run.stream.next_demonstrations(settings.calibration_samples, random.Random(f"{config.seed}/quantize"))
         [(_, unseen)] = held_out(run)
-        model = ptq.load(source)
+        model = quantization.load(source)
 
         def passes() -> None:
             for sample in samples:
                 hidden_states(model, sample)
 
-        ptq.calibrate(model, settings.format, settings.keep_layers, passes)
+        quantization.calibrate(model, settings.format, settings.keep_layers, passes)
         report = {
             "format": settings.format,
             "calibration_sequences": len(samples),
@@ -50,7 +50,7 @@ def quantize(config: Config) -> None:
             "held_out_sequences": len(unseen),
             **cost(model, unseen),
         }
-        ptq.export(model, settings.format, source, out, settings.keep_layers)
+        quantization.export(model, settings.format, source, out, settings.keep_layers)
         (run.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
         run.logger.say(json.dumps(report, indent=2))
         run.logger.say(f"model: {out}")
@@ -65,7 +65,7 @@ def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
     found, kl, nats = mismatch.Mismatch(), 0.0, torch.zeros(2, dtype=torch.float64)
     head = model.lm_head.weight.detach()
     for sequence in sequences:
-        with ptq.plain(model):
+        with quantization.plain(model):
             before = hidden_states(model, sequence)
         after = hidden_states(model, sequence)
         labels = torch.as_tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.long, device=before.device)

@@ -6,9 +6,9 @@ import random
 
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
-from megatron_rl.launch.from_data import Learned, learn_from_data
-from megatron_rl.launch.run import Run
 from megatron_rl.likelihood import held_out, likelihoods
+from megatron_rl.offline import StepResult, train_offline
+from megatron_rl.run.run import Run
 from megatron_rl.trainer.objective import SFT
 
 
@@ -19,13 +19,13 @@ def sft(config: Config) -> None:
         objective = SFT(config.distillation if config.teaches else None, config.sft.label_smoothing)
         unseen = held_out(run)
 
-        def learn() -> Learned:
+        def learn() -> StepResult:
             rng = random.Random(f"{config.seed}/{run.step}")
             samples = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
             [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
             mine = [samples[i] for i in shares[run.ranks.data_rank]]
             batches = trainer.pack(mine)
             trainer.compute_fields(batches, objective.needs)
-            return Learned(trainer.update(batches, objective), mine)
+            return StepResult(trainer.update(batches, objective), mine)
 
-        learn_from_data(run, learn, lambda: likelihoods(run, trainer, unseen))
+        train_offline(run, learn, lambda: likelihoods(run, trainer, unseen))

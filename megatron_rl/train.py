@@ -8,13 +8,13 @@ from itertools import chain
 from megatron_rl.config import Config
 from megatron_rl.data.balance import redistribute
 from megatron_rl.evaluate import evaluate
-from megatron_rl.launch.run import Run
-from megatron_rl.metrics.step import log_step
-from megatron_rl.rollout.ahead import Rollouts
+from megatron_rl.report.step import log_step
+from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
-from megatron_rl.trainer.advantages import Advantages
-from megatron_rl.trainer.hooks import Place, updates_of
+from megatron_rl.rollout.refresh import RefreshSchedule, measure, refresh_metrics
+from megatron_rl.run.run import Run
+from megatron_rl.trainer.compute_advantages import Advantages
+from megatron_rl.trainer.hooks import UpdateContext, updates_of
 from megatron_rl.trainer.objective import Policy
 
 
@@ -25,7 +25,8 @@ def train(config: Config) -> None:
         engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
-        advantages, rollouts = Advantages(config, trainer, run.critic), Rollouts(run, engine)
+        advantages, rollouts = Advantages(config, trainer, run.critic), RolloutBuffer(run, engine)
+        run.keep_state_of(engine, rollouts)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         clock = run.clock()
@@ -41,7 +42,7 @@ def train(config: Config) -> None:
                 samples = redistribute(trajectories, config.batch.updates_per_step, run.ranks)
                 rollout_batch = [trainer.pack(of_update) for of_update in samples]
                 for index, batches in enumerate(rollout_batch):
-                    trainer.compute_fields(batches, objective.needs, Place(index, rollout_batch))
+                    trainer.compute_fields(batches, objective.needs, UpdateContext(index, rollout_batch))
                 advantages.of_tokens(samples, rollout_batch, run.kl.value)
 
             with clock("train"):
@@ -73,4 +74,4 @@ def train(config: Config) -> None:
             log_step(run, trajectories, rollout_batch, updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
-                run.checkpoint()
+                run.checkpoint(prepare=engine.sleep)

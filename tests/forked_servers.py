@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.platform import sglang as cpu_platform
-from megatron_rl.rollout.own_environment import find_python
-from megatron_rl.rollout.server import SUPERVISOR, RolloutServer
+from megatron_rl.servers.own_environment import find_python
+from megatron_rl.servers.server import SUPERVISOR, RolloutServer
 from tests.zygote import FOLDER, Process, Zygote
 
 GRACE_S = 0.1

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_rl.rollout.server import reserve_port
+from megatron_rl.servers.server import reserve_port
 
 
 class HttpServer:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.rollout.server import reserve_port
+from megatron_rl.servers.server import reserve_port
 from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.ranks import NEAR_TIE, fork, rank_environment, refusing_ties
 from tests.zygote import Process

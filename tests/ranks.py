@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.rollout.server import reserve_port
+from megatron_rl.servers.server import reserve_port
 from tests.preloaded import TRAINER
 from tests.zygote import Process
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_rl.rollout.dialects.harmony_ids import MARKS, unpacked_ranks
+from megatron_rl.dialects.harmony_ids import MARKS, unpacked_ranks
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -25,7 +25,7 @@ CAPABILITY = (9, 0)
 
 def main(jobs: int) -> int:
     sys.path.insert(0, str(REPOSITORY))
-    from megatron_rl.rollout.own_environment import cuda_tools
+    from megatron_rl.servers.own_environment import cuda_tools
 
     os.environ.update(cuda_tools(Path(sys.executable)))
     from sglang.kernels.jit.utils.arch import override_jit_cuda_arch

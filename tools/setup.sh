@@ -307,7 +307,7 @@ import $modules" >/dev/null 2>&1)
     { inputs_hash "$1" && nvcc_release; } >"$venv/.setup-stamp"
 }
 
-# What contains model-written code (megatron_rl/environments/sandbox.py). Runs that execute none do without.
+# What contains model-written code (megatron_rl/sandbox/bubblewrap.py). Runs that execute none do without.
 install_sandbox() {
     command -v bwrap >/dev/null && return
     local packages=(bubblewrap libseccomp2)

@@ -176,7 +176,7 @@ finished() { # has the run made all its steps, and saved after the last one?
 run_folder() { # of a config and its settings
     .venv/bin/python - "$@" <<'END'
 import sys
-from megatron_rl.config_file import load_config
+from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError
 try:
     print(load_config(sys.argv[1], sys.argv[2:]).run_dir)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 
+from megatron_rl.config.plan import share_of
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.plan import share_of
-from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.distributed.parallel import Ranks
 
 
 def partition(sizes: list[int], count: int) -> list[list[int]]:

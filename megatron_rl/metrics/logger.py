@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_rl.config import Config
-from megatron_rl.credentials import bearer, hidden, key_of
+from megatron_rl.config.credentials import bearer, hidden, key_of
+from megatron_rl.distributed.processes import is_loopback
 from megatron_rl.errors import UserError
-from megatron_rl.network import is_loopback
 
 METRICS_FILE = "metrics.jsonl"
 SCORES_FILE = "evals/scores.jsonl"
@@ -172,7 +172,7 @@ class RunLogger:
             self._write(step, scores)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Rollouts of a step (metrics/samples.py chooses them) for samples.jsonl.
+        """Rollouts of a step (report/samples.py chooses them) for samples.jsonl.
 
         Each has prompt, response, reward, finish, count, reward/PART, and whatever else is given.
         """

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -32,9 +33,41 @@ from megatron.core.transformer.utils import (
 from megatron_rl.errors import UserError
 from megatron_rl.models.norm import HeadsRMSNorm
 from megatron_rl.models.packed import TokenPlaces, token_places
-from megatron_rl.models.rotary import rotate_packed
 from megatron_rl.ops import sink_attention
 from megatron_rl.ops.flash import FlashImpl
+
+# -- rotary --------------------------------------------------------------------------------------------------------------
+# Rotary position embedding of packed tokens, all at once.
+
+
+def rotate_packed(
+    x: torch.Tensor,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    mla_interleaved: bool = False,
+    mscale: float = 1.0,
+) -> torch.Tensor:
+    """Rotate each token by its position's angles; the same arithmetic as Megatron's `_apply_rotary_pos_emb_bshd`.
+
+    x `[T, 1, H, D]`; angles `[S, 1, 1, R]` of positions 0..S-1, R <= D (the rest of D passes); positions `[T]`;
+    mscale is yarn's factor on cos and sin; mla_interleaved: pairs lie side by side in x (DeepSeek). Returns `[T, 1,
+    H, D]`.
+    Errors: IndexError for a position beyond S.
+    """
+    rotated = angles.shape[-1]
+    x, rest = x[..., :rotated], x[..., rotated:]
+    if mla_interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    cos = (torch.cos(angles) * mscale).to(x.dtype).index_select(0, positions)
+    sin = (torch.sin(angles) * mscale).to(x.dtype).index_select(0, positions)
+    x = x * cos + _rotate_half(x, interleaved) * sin
+    return torch.cat((x, rest), dim=-1) if rest.shape[-1] else x
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
 
 _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 

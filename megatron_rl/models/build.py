@@ -26,18 +26,29 @@ from megatron.core.tensor_parallel import layers
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import peft_folder
-from megatron_rl.models.adapters import WRAPPED, Adapter, adapters, add_adapters, merged_tasks
-from megatron_rl.models.batch_invariant import set_batch_invariant
+from megatron_rl.models.adapters import (
+    ADAPTER,
+    EMBEDDING,
+    SINKS,
+    WRAPPED,
+    Adapter,
+    adapters,
+    add_adapters,
+    check_patterns,
+    is_frozen,
+    merged_tasks,
+    plain_name,
+)
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
-from megatron_rl.models.freeze import ADAPTER, EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
+from megatron_rl.models.identical_layers import set_batch_invariant
 from megatron_rl.models.parallel_check import (
     CLASSIFIER,
     architecture,
     expert_count,
-    expert_tensor_size,
     is_classifier,
     one_line,
     read_hf_config,
@@ -109,7 +120,7 @@ class Model:
         if self.lora.rank and adapt:
             self._add_adapters(chunks)
         if self.recipe.block is not None and not self.config.fp8:  # simulated
-            from megatron_rl.models.fake_quant import FakeQuantizer
+            from megatron_rl.models.experts import FakeQuantizer
 
             quantizer = FakeQuantizer(self.recipe.block)
             for chunk in chunks:

@@ -25,24 +25,23 @@ from megatron.core.transformer.module import MegatronModule
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.config.plan import expert_tensor_size
+from megatron_rl.distributed.processes import join
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
-from megatron_rl.models.dist_write import read, verify_files, write
-from megatron_rl.models.extra_state import load_weights, without_extra_state
-from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, read_weights, write_weights
-from megatron_rl.models.parallel_check import (
-    architecture,
-    check_parallel,
-    expert_tensor_size,
-    is_classifier,
-    one_line,
-    read_hf_config,
+from megatron_rl.models.distributed_checkpoint import load_weights, read, verify_files, without_extra_state, write
+from megatron_rl.models.hf_folder import (
+    SHARD_BYTES,
+    Checksums,
+    check_weight_files,
+    copy_metadata,
+    read_weights,
+    write_weights,
 )
+from megatron_rl.models.parallel_check import architecture, check_parallel, is_classifier, one_line, read_hf_config
 from megatron_rl.models.peft_folder import CONFIG, merge_folder
-from megatron_rl.models.stream import FolderSource, checkpoint_tasks, shard_bytes
-from megatron_rl.models.verify import Checksums
-from megatron_rl.processes import join
+from megatron_rl.models.streamed_convert import FolderSource, checkpoint_tasks, shard_bytes
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Megatron's options for sharded weights, the same as in the trainer's checkpoints."""

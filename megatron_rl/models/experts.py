@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
 
-from megatron_rl.ops import grouped_products
-
-if TYPE_CHECKING:
-    from megatron_rl.models.fake_quant import FakeQuantizer
+from megatron_rl.ops import matmuls
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Groups:
     @classmethod
     def of(cls, x: torch.Tensor, counts: list[int]) -> Groups:
         """Groups of rows x `[N, in]`."""
-        together = grouped_products.served(x, len(counts))
-        return cls(counts, grouped_products.ends_of(counts, x.device) if together else None)
+        together = matmuls.served(x, len(counts))
+        return cls(counts, matmuls.ends_of(counts, x.device) if together else None)
 
     def together(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The ends, where the products with these weights are one."""
-        return self.ends if grouped_products.aligned(*weights[0].shape) else None
+        return self.ends if matmuls.aligned(*weights[0].shape) else None
 
 
 Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
@@ -45,7 +44,7 @@ Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
 class GroupedExperts(SequentialMLP):
     """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
 
-    In bf16 it is one product for all experts, on GPUs that have it (ops/grouped_products.py). The activation runs once over
+    In bf16 it is one product for all experts, on GPUs that have it (ops/matmuls.py). The activation runs once over
     all tokens, and an expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs no more:
     the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2 fit each other. Low-rank adapters are
     two such products more. Experts whose linear layers were wrapped otherwise (ModelOpt's quantizers) take Megatron's own
@@ -62,7 +61,7 @@ class GroupedExperts(SequentialMLP):
     def product(x: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
         if (ends := groups.together(weights)) is not None:
-            return grouped_products.product(x.contiguous(), ends, weights)
+            return matmuls.product(x.contiguous(), ends, weights)
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
         for expert, rows in _rows(groups.counts):
             out[rows] = torch.mm(x[rows], weights[expert].t())
@@ -151,7 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
     ):
         out = product(x, groups, weights)
         if biases is not None and (ends := groups.together(weights)) is not None:
-            grouped_products.add_biases(out, ends, biases, scales)
+            matmuls.add_biases(out, ends, biases, scales)
         elif biases is not None:
             for expert, rows in _rows(groups.counts):
                 out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
@@ -166,14 +165,12 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         counts, needed = ctx.groups.counts, ctx.needs_input_grad[5:]
         if (ends := ctx.groups.together(weights)) is not None:
-            grad_x = grouped_products.input_gradient(grad, ends, weights)
-            grad_scales = (
-                grouped_products.scale_gradients(grad, ends, biases).to(scales.dtype) if ctx.weighted else None
-            )
-            grad_biases = grouped_products.bias_gradients(grad, ends, counts, scales) if ctx.biased else None
+            grad_x = matmuls.input_gradient(grad, ends, weights)
+            grad_scales = matmuls.scale_gradients(grad, ends, biases).to(scales.dtype) if ctx.weighted else None
+            grad_biases = matmuls.bias_gradients(grad, ends, counts, scales) if ctx.biased else None
             grad_weights = [None] * len(weights)
             if any(needed):
-                grad_weights = grouped_products.weight_gradients(grad, x.contiguous(), ends, counts)
+                grad_weights = matmuls.weight_gradients(grad, x.contiguous(), ends, counts)
             return grad_x, None, grad_biases, grad_scales, None, *grad_weights
         grad_x = grad.new_empty((grad.shape[0], weights[0].shape[1]))
         grad_weights = [
@@ -250,3 +247,69 @@ def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
         if count:
             yield expert, slice(start, start + count)
         start += count
+
+
+# -- fake quant ----------------------------------------------------------------------------------------------------------
+# FP8 products without a GPU: weights and inputs of linear layers are rounded to e4m3 and back before a bf16 product.
+# The rounding is nvidia-modelopt's (`scaled_e4m3`: straight-through gradients), put around Megatron's linear layers by
+# forward hooks. `mtq.quantize`, which would swap the layers' classes, does not serve here: its 128 x 128 blocks need a
+# calibration and then keep their scales (a change of shape is an error), it refuses tensor together with expert parallelism,
+# and it adds entries to every checkpoint. Here scales are those of the tensors at hand, so parameters, their names,
+# checkpoints and exports are those of bf16.
+
+
+class FakeQuantizer:
+    """Rounds to e4m3 with one scale (amax / 448) for each block of weights, and of the inputs of each token.
+
+    block b > 0: blocks of b x b weights and 1 x b inputs; a last one that is cut (by the size, or by tensor parallelism)
+    has a scale of its own. 0: one scale for a layer's weights on this rank and one for its inputs in this micro-batch.
+    """
+
+    def __init__(self, block: int) -> None:
+        from modelopt.torch.quantization.tensor_quant import scaled_e4m3  # seconds, for who needs it
+
+        self._block = block
+        self._e4m3 = scaled_e4m3
+
+    def attach(self, model: GPTModel) -> None:
+        """Quantize the linear layers of attention, MLPs and experts; router, embedding, output layer and norms stay."""
+        for module in model.decoder.modules():
+            if isinstance(module, GroupedExperts):
+                module.quantizer = self  # its products do not go through its layers' forward
+            elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(_leave, always_call=True)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The weights [N, K], rounded."""
+        return self._round(weight, self._block, self._block)
+
+    def inputs(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
+        """The inputs [..., K], rounded. counts: tokens of each expert, whose inputs are tensors of their own."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self._block or counts is None:
+            rounded = self._round(rows, 1 if self._block else 0, self._block)
+        else:
+            rounded = torch.cat([self._round(part, 0, 0) for part in rows.split(counts)])
+        return rounded.reshape(x.shape)
+
+    def _round(self, x: Tensor, height: int, width: int) -> Tensor:
+        """Round x [R, C] in blocks of height x width (0: all of it); gradients pass through unchanged."""
+        rows, columns = x.shape
+        if not x.numel():
+            return x
+        height, width = height or rows, width or columns
+        padded = F.pad(x, (0, -columns % width, 0, -rows % height))
+        blocks = padded.reshape(-1, height, padded.shape[1] // width, width)
+        amax = blocks.detach().abs().amax(dim=(1, 3), keepdim=True)
+        # bias, bits of exponent and mantissa, an ONNX dtype; True: gradients pass through
+        return self._e4m3(blocks, amax, None, 4, 3, None, True).view(padded.shape)[:rows, :columns]
+
+    def _enter(self, layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # Found before the parameter of that name for as long as the forward takes.
+        layer.__dict__["weight"] = self.weight(layer.weight)
+        return self.inputs(args[0]), *args[1:]
+
+
+def _leave(layer: torch.nn.Module, *_: object) -> None:
+    layer.__dict__.pop("weight", None)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import reason
+from megatron_rl.models import fp8
+from megatron_rl.models.parallel_check import architecture, reason
+from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3
@@ -266,3 +271,90 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
     if failure is not None:
         raise OSError(*failure.args)
     writer.close()
+
+
+# -- verify --------------------------------------------------------------------------------------------------------------
+# Whether what was written is what is read back: a checksum of each tensor's bits, dtype and shape.
+
+
+class Checksums:
+    """Checksums of tensors by name, taken where they are written, and compared where they are read."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors on, and take the checksum of each."""
+        for name, tensor in named_tensors:
+            self.of[name] = describe(tensor)
+            yield name, tensor
+
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the checksums of all."""
+        for _ in self.watch(named_tensors):
+            pass
+
+    def compare(self, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+        """Read tensors to the end. Errors: UserError naming the first that is missing, or another than was written."""
+        found = Checksums()
+        found.take(named_tensors)
+        if wrong := sorted({name for name, _ in self.of.items() ^ found.of.items()}):
+            raise UserError(
+                f"{where}: tensor {wrong[0]} was not read back as it was written ({len(wrong)} of {len(self.of)} tensors);"
+                " check the disk, and convert again"
+            )
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Checksums]) -> Checksums:
+        """Those of all ranks, by names that tell of the rank where there are several."""
+        whole = cls()
+        for rank, checksums in enumerate(ranks):
+            whole.of |= {name if len(ranks) == 1 else f"{rank}.{name}": value for name, value in checksums.of.items()}
+        return whole
+
+    def __str__(self) -> str:
+        """One digest of all: 16 hexadecimal digits."""
+        return hashlib.sha256(repr(sorted(self.of.items())).encode()).hexdigest()[:16]
+
+
+# -- served --------------------------------------------------------------------------------------------------------------
+# Which model folders SGLang serves with the very weights that the trainer pushes or that the folder holds.
+
+
+TIED_IN_SGLANG = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+"""Architectures for which SGLang 0.5.23 heeds tie_word_embeddings."""
+OF_THE_FOLDERS_DTYPE = ("GptOssForCausalLM",)
+"""Architectures whose layers SGLang 0.5.23 makes in the dtype of config.json, whatever --dtype says."""
+
+
+def check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
+    """Check that SGLang can serve a folder and take pushes to it.
+
+    Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or with
+    which it would die at the first request.
+    """
+    path, rollout, name = config.model.path, config.precision.rollout, architecture(hf_config)
+    on_gpu = torch.cuda.is_available()
+    if rollout == "fp8":
+        server = config.rollout.server
+        fp8.check_folder(Path(path), server.tensor, server.expert, simulate=not on_gpu)
+    if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
+        raise UserError(
+            f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
+            " tie_word_embeddings to false in config.json"
+        )
+    quantized = getattr(hf_config, "quantization_config", None)
+    method = quantized and quantized["quant_method"]
+    if method and (pushes or (method == "fp8" and not on_gpu)):
+        reason = "which a push does not fill" if pushes else "whose products need a GPU"
+        raise UserError(
+            f"model {path}: SGLang would hold its weights as {method} (quantization_config in config.json), {reason}; write"
+            f" plain ones: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
+        )
+    dtype = getattr(hf_config, "dtype", None)
+    if name in OF_THE_FOLDERS_DTYPE and dtype not in (None, ROLLOUT_DTYPES[rollout]):
+        found = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"model {path}: SGLang serves {name} in the dtype of config.json alone, which is {found}, but precision.rollout is"
+            f" {rollout}: set it to match, or dtype in config.json"
+        )

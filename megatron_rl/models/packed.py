@@ -9,8 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.ops.token_places import TokenPlaces
-from megatron_rl.routing.passes import RoutePass
-from megatron_rl.routing.router_losses import RouterLosses
+from megatron_rl.routing.passes import RoutePass, RouterLosses
 
 
 class LayerOutputs(Protocol):

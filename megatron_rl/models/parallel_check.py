@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError
 
 SUPPORTED = (
@@ -66,13 +67,6 @@ def expert_count(config: PreTrainedConfig) -> int:
 def expert_intermediate(config: PreTrainedConfig) -> int:
     """Inner size of one expert."""
     return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-
-
-def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor parallelism inside an expert: as given, else the model's if there is no expert parallelism, else 1."""
-    if parallel.expert_tensor is not None:
-        return parallel.expert_tensor
-    return parallel.tensor if parallel.expert == 1 else 1
 
 
 def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:

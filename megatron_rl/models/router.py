@@ -15,11 +15,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.algorithms.balance import load_balancing_terms, z_terms
+from megatron_rl.algorithms.router_losses import load_balancing_terms, z_terms
 from megatron_rl.models.packed import PackedBatch
-from megatron_rl.routing.passes import RouteObserver, RoutePass, RouteSelector
+from megatron_rl.routing.passes import RouteObserver, RoutePass, RouterLosses, RouteSelector
 from megatron_rl.routing.predictor import RoutePredictor
-from megatron_rl.routing.router_losses import RouterLosses
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
 """How the names of the predictors' parameters end, in a chunk."""

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, MLASelfAttention, SelfAttention
-from megatron_rl.models.batch_invariant import make_batch_invariant
 from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.identical_layers import make_batch_invariant
 from megatron_rl.models.moe import ExpertMoELayer
 from megatron_rl.models.norm import RMSNorm
 from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer

@@ -6,7 +6,7 @@ number. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA; 
 cut at the same keys for every query.
 
 An engine's process loads this file by its path, without the package: it imports nothing of ours but the kernels beside it.
-Everything is forward alone; models/batch_invariant.py has the gradients.
+Everything is forward alone; models/identical_layers.py has the gradients.
 
 No sum here depends on the number of tensor-parallel ranks, up to `parts(width)` of them: a product's inputs are cut into so
 many equal parts, whose sums are added up pairwise as a tree, so that a rank's share is a subtree (arXiv 2511.17826). A softmax

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.ops import batch_invariant
-from megatron_rl.ops.head_products import HeadGradients, fp32_product, scaled, token_chunks
-from megatron_rl.ops.kept_tokens import KeptTokens
-from megatron_rl.ops.late_checks import LateChecks, check
+from megatron_rl.ops.device import LateChecks, check
 from megatron_rl.ops.masked_log_softmax import (
     IGNORE,
+    KeptTokens,
     MaskedLogSoftmax,
     Rows,
     check_options,
@@ -30,6 +29,7 @@ from megatron_rl.ops.masked_log_softmax import (
     evaluate,
     write_gradient,
 )
+from megatron_rl.ops.matmuls import HeadGradients, fp32_product, scaled, token_chunks
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """(log_probs [n], entropy [n] or None, rows [n]: which of the T tokens) -> these tokens' part of the loss, a scalar."""

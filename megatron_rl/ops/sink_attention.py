@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_rl.ops import flash, flash_attention_4
 from megatron_rl.ops import sink_attention_torch as plain
+from megatron_rl.ops.device import upload
 from megatron_rl.ops.extensions import sink_attention as compiled
-from megatron_rl.ops.placement import upload
 
 _OP = "sink_attention"
 

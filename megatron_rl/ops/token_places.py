@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.ops.placement import upload
+from megatron_rl.ops.device import upload
 from megatron_rl.ops.sink_attention import PackedSequences
 
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport, request_seed
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
-from megatron_rl.rollout.client import Aborted, EngineLost, Reply, SGLangClient, server_order
-from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport, request_seed
+from megatron_rl.servers.client import Aborted, EngineLost, Reply, SGLangClient, server_order
+from megatron_rl.tasks import Prompt
 
 TOKENS_PER_CALL = 4096
 """Short responses share HTTP calls of at most about that many response tokens, which spares both sides work per call; long

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import DemonstrationsConfig
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
-from megatron_rl.environments.recorded import Recorded
+from megatron_rl.tasks import Prompt
+from megatron_rl.tasks.sampled_demonstrations import Recorded
 
 FILE = "demonstrations.jsonl"
 """In the run's rollouts/ folder."""

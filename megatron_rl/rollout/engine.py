@@ -15,43 +15,43 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import RoutingConfig
-from megatron_rl.data.record import file_of, save_trajectories
-from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
+from megatron_rl.config.plan import share_of
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
+from megatron_rl.data.trajectory import Trajectory, file_of, save_trajectories
 from megatron_rl.errors import StopRequested, UserError
-from megatron_rl.launch.plan import share_of
-from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
+from megatron_rl.models.hf_folder import check_served
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.models.served import check_served
-from megatron_rl.rollout.children import ChildServers, place_here
-from megatron_rl.rollout.choices import asks_routes
-from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.finished import Finished, key_of
-from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.colocation import Colocation
+from megatron_rl.rollout.dynamic_sampling import FirstGroups, LeftOut
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.push import Pusher
-from megatron_rl.rollout.recorded import read_recorded
-from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
-from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_gates, feature_stride, serves_adapters
-from megatron_rl.rollout.turns import Turns
-from megatron_rl.rollout.versions import others, staleness
-from megatron_rl.sync.adapters import SERVED, AdapterSync
+from megatron_rl.rollout.push import Pusher, others, staleness
+from megatron_rl.rollout.recover import CANCEL_S, Recovery, generate, start_collection
+from megatron_rl.rollout.run_context import RunContext
+from megatron_rl.rollout.sample_journal import PENDING, SampleJournal, key_of, read_recorded
+from megatron_rl.servers.client import SGLangClient
+from megatron_rl.servers.flags import asks_routes
+from megatron_rl.servers.fleet import Fleet
+from megatron_rl.servers.local import LocalServers, place_here
+from megatron_rl.servers.server import asks_gates, feature_stride, serves_adapters
+from megatron_rl.sync.adapter_push import SERVED, AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+KEPT_DIGESTS = 100
+"""Pushes of which a checkpoint has the digests: samples of steps behind it are of the last ones."""
+
 
 @dataclass
-class Asked:
+class PendingRollout:
     """What was asked for, and has not been waited for."""
 
     prompts: Sequence[Prompt]
@@ -74,12 +74,12 @@ class Engine:
     that share the trainer's GPUs are asleep again before it is built: SGLang sizes its cache by the memory that it finds.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunContext) -> None:
         # One that only answers has no trainer that would replay its routes, or push predictors to it.
         self.run, self.trains = run, run.kind == "train"
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
-        self._children = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
+        self._children = LocalServers(self.config, [], sleeps=False)  # of rank 0 may get some
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
@@ -96,7 +96,9 @@ class Engine:
         """Counts of the last step, where some groups are left out."""
         self._reused = 0
         """Samples that an earlier process had finished."""
-        self._asked: list[Asked] = []
+        self._pushed_before: dict[str, str] = {}
+        """Digests by version of weights that earlier processes of the run pushed before the checkpoint."""
+        self._asked: list[PendingRollout] = []
         self._loaded = 0, ""
         """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""
 
@@ -114,7 +116,7 @@ class Engine:
 
     def _start_servers(self) -> None:
         places = place_here(self.config, trains=self.trains)
-        self._children = ChildServers(self.config, places, sleeps=self._shares)
+        self._children = LocalServers(self.config, places, sleeps=self._shares)
         self._stack.callback(self._children.close)
         try:
             self._children.start()
@@ -131,7 +133,7 @@ class Engine:
         if rollout.load:
             return
 
-        servers: ChildServers | Fleet = self._children
+        servers: LocalServers | Fleet = self._children
         if rollout.external and ranks.rank == 0:
             servers = Fleet(
                 self.config, self.run.hf_config, pushes=self.trains, run=self.run.id, say=self.run.logger.say
@@ -159,7 +161,9 @@ class Engine:
         sync = self._make_sync(addresses, key)
         self._stack.callback(sync.close)
         self._stack.callback(self._cancel)
-        self._turns = Turns(self._children, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
+        self._turns = Colocation(
+            self._children, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part)
+        )
 
         def moved(addresses: list[str]) -> None:
             self.client.addresses = addresses
@@ -182,8 +186,6 @@ class Engine:
         if self.trains and not (rollout.external and self.config.algorithm.on_policy):
             self.client.versions = self._pusher.digests.keys()
         self.client.pushed = lambda: self._pusher.latest
-        self.run.before_saving = self.sleep  # all of the trainer has to be there
-        self.run.pushed = lambda: self._pusher.digests
         self._stack.push(self._leave)
 
     def _make_sync(self, addresses: list[str], key: str) -> WeightSync | AdapterSync:
@@ -204,7 +206,15 @@ class Engine:
     def _leave(self, kind: type | None, *_: object) -> None:
         if kind is None or issubclass(kind, StopRequested):
             self.sleep()  # the run may end with a save
-        self.run.before_saving = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Digests of the last pushes, by which a run that goes on knows samples that were finished."""
+        pushed = {} if self.config.rollout.load else self._pusher.digests
+        return {"pushed": dict([*(self._pushed_before | pushed).items()][-KEPT_DIGESTS:])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the digests of earlier processes' pushes."""
+        self._pushed_before = state.get("pushed", {})
 
     @property
     def version(self) -> int:
@@ -217,7 +227,7 @@ class Engine:
         What is being answered goes on with them (rollout.partial_rollout), or is waited for.
         """
         if not self.config.rollout.load:
-            self._turns.trainer = trainer
+            self._turns.attach(trainer)
             self._pusher.now = version
             # Adapters have no pause: a request that comes while they are exchanged finds none.
             if not self.config.rollout.partial_rollout or serves_adapters(self.config):
@@ -264,7 +274,7 @@ class Engine:
         round: int = 0,
         top_log_probs: int = 0,
         wanted: int | None = None,
-    ) -> Asked:
+    ) -> PendingRollout:
         """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again.
 
         round: each of a step has draws of its own. wanted: the first so many groups that are complete are taken, and `finish`
@@ -272,7 +282,7 @@ class Engine:
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
-            return Asked(prompts, nothing, Future(), step, self.run.program, round)
+            return PendingRollout(prompts, nothing, Future(), step, self.run.program, round)
         if self.trains:
             self._pusher.now = self.run.step
         asked = self._begin(
@@ -292,7 +302,7 @@ class Engine:
         self._asked.append(asked)
         return asked
 
-    def finish(self, asked: Asked) -> list[Trajectory]:
+    def finish(self, asked: PendingRollout) -> list[Trajectory]:
         """Wait for what was begun first. Errors: as of `generate`."""
         rollout, ranks, step = self.config.rollout, self.run.ranks, asked.step
         if rollout.load:
@@ -325,7 +335,7 @@ class Engine:
             file = file_of(self.config.run_dir / "rollouts", step, ranks.data_rank)
             ranks.leaders_do(lambda: save_trajectories(file, trajectories))
 
-    def _look_at_versions(self, trajectories: list[Trajectory], asked: Asked) -> None:
+    def _look_at_versions(self, trajectories: list[Trajectory], asked: PendingRollout) -> None:
         """Count the responses that are not of the weights pushed last. Errors: UserError under algorithm.on_policy."""
         if not self.trains:
             return
@@ -388,7 +398,7 @@ class Engine:
         program: SingleTurn | None = None,
         some: bool = False,
         evaluates: bool = False,
-    ) -> Asked:
+    ) -> PendingRollout:
         """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken.
 
         evaluates: nothing is learned from it.
@@ -420,7 +430,7 @@ class Engine:
             **kept,
             **({"evaluates": True} if evaluates else {}),
         )
-        return Asked(prompts, collection, begin(collection, self.client, step), step, program)
+        return PendingRollout(prompts, collection, start_collection(collection, self.client, step), step, program)
 
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
@@ -435,9 +445,10 @@ class Engine:
             "features_from": features_from,
             "staleness": (config.rollout.max_staleness, config.sync.refresh.when, config.algorithm.on_policy),
         }
-        finished = Finished(self.run.pending, step, self.run.ranks.data_rank, key_of(settings | what))
+        pending = config.run_dir / PENDING
+        finished = SampleJournal(pending, step, self.run.ranks.data_rank, key_of(settings | what))
         finished.mend()
-        known = finished.read(share, self.run.pushed_before | self._pusher.digests)
+        known = finished.read(share, self._pushed_before | self._pusher.digests)
         if known:
             self._reused += len(known)
             self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were there already")
@@ -451,20 +462,20 @@ class Engine:
                 except OSError as error:
                     failed.append(error)
                     log.warning(
-                        f"{self.run.pending}: {error.strerror or error}: samples of step {step + 1} are not kept; a run that"
+                        f"{pending}: {error.strerror or error}: samples of step {step + 1} are not kept; a run that"
                         " is ended in it asks for them again (rollout.durable)"
                     )
 
         failed: list[OSError] = []
         return {"known": known, "on_finished": add}
 
-    def _complete(self, asked: Asked) -> None:
+    def _complete(self, asked: PendingRollout) -> None:
         """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
         stop = self.run.asked_to_stop if self.trains else (lambda: False)
         arguments = (asked.collection, self.client, self.run.ranks, self._revive)
         generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
 
-    def _rewarded(self, asked: Asked) -> list[Trajectory]:
+    def _rewarded(self, asked: PendingRollout) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
         try:
             self._complete(asked)
@@ -477,7 +488,7 @@ class Engine:
             return give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, asked.collection.trajectories())
         return self._first(asked, asked.first)
 
-    def _first(self, asked: Asked, first: FirstGroups) -> list[Trajectory]:
+    def _first(self, asked: PendingRollout, first: FirstGroups) -> list[Trajectory]:
         """The trajectories of the groups that are taken, which become the prompts of what was asked."""
         collection, place = asked.collection, {group: number for number, group in enumerate(first.taken)}
         requests = collection.requests

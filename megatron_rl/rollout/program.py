@@ -13,18 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence, TopLogProbs
-from megatron_rl.environments import Prompt, Step, Task, encode_text
-from megatron_rl.environments.chat import end_of_sequence, end_of_turn
-from megatron_rl.environments.comparisons import Comparison
-from megatron_rl.environments.preferences import Preference, Response
-from megatron_rl.environments.steps import encode_steps
+from megatron_rl.dialects.harmony_ids import speaks_harmony
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_folder import vocabulary_digest
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.dialects.harmony_ids import speaks_harmony
+from megatron_rl.tasks import Prompt, Step, Task, encode_text
+from megatron_rl.tasks.chat import end_of_sequence, end_of_turn
+from megatron_rl.tasks.preferences import Comparison, Preference, Response, encode_steps
 
 if TYPE_CHECKING:
-    from megatron_rl.trainer.parallel import Ranks
+    from megatron_rl.distributed.parallel import Ranks
 
 
 class SingleTurn:

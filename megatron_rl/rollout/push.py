@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.colocation import Colocation
 from megatron_rl.rollout.recover import RESTARTS, Recovery
-from megatron_rl.rollout.server import DEATH_S
-from megatron_rl.rollout.turns import Turns
-from megatron_rl.sync.adapters import AdapterSync
+from megatron_rl.servers.server import DEATH_S
+from megatron_rl.sync.adapter_push import AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
-from megatron_rl.sync.owner import version_of
+from megatron_rl.sync.engines import version_of
 from megatron_rl.sync.weight_sync import SyncStats, WeightSync
-from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -24,7 +25,7 @@ class Pusher:
     def __init__(
         self,
         sync: WeightSync | AdapterSync,
-        turns: Turns,
+        turns: Colocation,
         recovery: Recovery,
         ranks: Ranks,
         *,
@@ -106,3 +107,26 @@ class Pusher:
             if self._recovery.external or not self._recovery.revive(DEATH_S, trouble=True):
                 raise
             self.again()
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------
+# Which weights responses were sampled from, against those that were pushed last.
+
+
+def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
+    """A line for each trajectory with tokens that are not known to come from weights `version`: its prompt, and theirs."""
+    lines = []
+    for t in trajectories:
+        spans = [span for span in t.weight_spans if span.version != version]
+        if spans:
+            named = ", ".join(f"tokens {span.start} to {span.end} from '{span.version}'" for span in spans)
+            lines.append(f"that to prompt '{t.prompt_id}' has {named}")
+        elif not t.weight_spans and bool(t["loss_mask"].any()):
+            lines.append(f"that to prompt '{t.prompt_id}' does not say")
+    return lines
+
+
+def staleness(trajectories: Sequence[Trajectory], step: int) -> list[int]:
+    """Steps between the oldest weights that each trajectory has tokens of and those that train on it, of `step`."""
+    versions = [[int(span.version) for span in t.weight_spans if span.version.isdecimal()] for t in trajectories]
+    return [step - min(found, default=step) for found in versions]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, wait
 
+from megatron_rl.distributed.parallel import Ranks, in_background
 from megatron_rl.errors import StopRequested, UserError
-from megatron_rl.rollout.children import ChildServers
-from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.over_sampling import FirstGroups
-from megatron_rl.trainer.parallel import Ranks, in_background
+from megatron_rl.rollout.dynamic_sampling import FirstGroups
+from megatron_rl.servers.client import EngineLost, SGLangClient
+from megatron_rl.servers.fleet import Fleet
+from megatron_rl.servers.local import LocalServers
 
 RESTARTS = 3
 """Times that dead servers are started again for one batch of requests, or for one push."""
@@ -28,7 +28,7 @@ class Recovery:
 
     def __init__(
         self,
-        servers: ChildServers | Fleet,
+        servers: LocalServers | Fleet,
         ranks: Ranks,
         make_room: Callable[[], None],
         moved: Callable[[list[str]], None],
@@ -92,7 +92,7 @@ def generate(
         )
 
     for attempt in range(RESTARTS + 1):
-        answered = begun if begun is not None and not attempt else begin(collection, client, step)
+        answered = begun if begun is not None and not attempt else start_collection(collection, client, step)
         if ranks.wait_for(answered, stop, enough):
             collection.cancel()
             wait([answered], CANCEL_S)
@@ -120,6 +120,6 @@ def generate(
             raise problems[0]
 
 
-def begin(collection: Collection, client: SGLangClient, step: int = 0) -> Future[None]:
+def start_collection(collection: Collection, client: SGLangClient, step: int = 0) -> Future[None]:
     """Ask for a collection in a thread of its own, by a client of its own. step: that waits for it."""
     return in_background(lambda: None if collection.complete else collection.run(client.copy(step)))

@@ -1,9 +1,8 @@
 """Expert routes over time: predicted, recorded, replayed, compared."""
 
 from megatron_rl.platform import activate
-from megatron_rl.routing.agreement import topk_agreement
-from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.predictor import RoutePredictor, predictive_loss
+from megatron_rl.routing.table import cache_cost, topk_agreement
 
 activate()  # before any module here imports Megatron
 

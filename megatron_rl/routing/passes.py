@@ -6,14 +6,15 @@ their own. A router holds a `RouteSelector`, which is told of the pass for the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.metrics.reduce import Metric, Metrics, Value, derived
 from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.table import has_route
 
@@ -169,3 +170,71 @@ class RouteSelector:
         if self.route_pass is None or self._chosen is None:
             return weights
         return self.route_pass.weigh(self.layer, self._chosen, weights, scaling_factor)
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------------
+# Names of the routers' metrics: a layer's count for those of all layers, and of its update.
+
+
+def of_layers(
+    name: str, layers: Mapping[int, Metric], update: int, *, each: bool = False, later: bool = False
+) -> Metrics:
+    """routing/layer_LL/NAME, which counts for routing/NAME and routing/update_U/NAME.
+
+    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: for routing/layer_LL/update_U/NAME
+    too. later: for routing/later/NAME too, from the second update on, before which no router has moved.
+    """
+    found: Metrics = {}
+    for layer, metric in layers.items():
+        also = (f"routing/{name}", f"routing/update_{update}/{name}")
+        if later and update > 1:
+            also += (f"routing/later/{name}",)
+        if each:
+            also += (f"routing/layer_{layer:02}/update_{update}/{name}",)
+        found[layer_name(layer, name)] = replace(metric, also=also)
+    return found
+
+
+def layer_name(layer: int, name: str) -> str:
+    """Name of a metric of one layer."""
+    return f"routing/layer_{layer:02}/{name}"
+
+
+def per_token(total: Value, tokens: Value) -> Metric:
+    """A mean over tokens, of which there may be none."""
+    return derived(share, total, tokens)
+
+
+def share(part: float, whole: float) -> float | None:
+    """A sum as a share of another, which may be 0."""
+    return part / whole if whole else None
+
+
+# -- router losses -------------------------------------------------------------------------------------------------------
+# The tokens that this process's routers balance in one pass of a micro-batch, and what the losses of the routers were.
+
+
+@dataclass
+class RouterLosses:
+    """One micro-batch's. Padding is routed too, as its neighbors are, and is left out of losses and loads."""
+
+    real: Tensor
+    """[T] bool: the tokens of this process's routers that are no padding."""
+    weight: float
+    """Factor of a sum over tokens in the backward, beside the objective's sum."""
+    _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Sum of the terms of these tokens, by name and model layer."""
+
+    def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
+        """Sum of the terms [T] of tokens that are no padding, of a layer from 0. Recomputation sees them again."""
+        total = (terms * self.real).sum()
+        self._sums.setdefault(name, {})[layer] = total.detach()
+        return total
+
+    def metrics(self, update: int) -> Metrics:
+        """Mean over tokens of each loss by layer; update: number in the rollout batch, from 1."""
+        found: Metrics = {}
+        tokens = self.real.sum()
+        for name, layers in self._sums.items():
+            found |= of_layers(name, {layer: per_token(total, tokens) for layer, total in layers.items()}, update)
+        return found

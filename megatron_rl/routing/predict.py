@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.metrics.reduce import Metrics
-from megatron_rl.routing.compare import Foreseen, Unpredicted
-from megatron_rl.routing.memory import Features, RouteTable
-from megatron_rl.routing.metrics import of_layers, per_token
-from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.routing.measure import Foreseen, Unpredicted
+from megatron_rl.routing.passes import RouteObserver, Router, of_layers, per_token
 from megatron_rl.routing.predictor import PredictorLoss, delta_loss, predicted_bias, predictive_loss
-from megatron_rl.routing.table import route_dtype
+from megatron_rl.routing.table import Features, RouteTable, route_dtype
 
 
 class PredictRoutes(RouteObserver):

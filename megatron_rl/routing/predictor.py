@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.routing.agreement import route_kl
+from megatron_rl.routing.table import route_kl
 
 PredictorLoss = Literal["kl", "delta"]
 

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from megatron_rl.config import FROM_ENGINE
 from megatron_rl.metrics.reduce import Metrics, derived
-from megatron_rl.routing.agreement import routing_log_probs
-from megatron_rl.routing.memory import Features, RouteTable
-from megatron_rl.routing.metrics import of_layers, share
-from megatron_rl.routing.passes import RouteObserver, Router
-from megatron_rl.routing.table import has_route, route_dtype
+from megatron_rl.routing.passes import RouteObserver, Router, of_layers, share
+from megatron_rl.routing.table import Features, RouteTable, has_route, route_dtype, routing_log_probs
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
 

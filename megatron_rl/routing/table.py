@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from megatron_rl.ops.device import upload
 
 NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
 """Sentinel by dtype; a token without a route has it in all its slots."""
@@ -75,3 +79,180 @@ def evenly_spaced(count: int, budget: int) -> np.ndarray:
     if count <= budget:
         return np.arange(count)
     return np.linspace(0, count - 1, budget).round().astype(np.int64)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+# What the routers of one process know of a micro-batch: what was packed with it, and what one pass leaves for later ones.
+
+
+Kind = TypeVar("Kind")
+
+
+@dataclass
+class Features:
+    """What one router saw of C cached tokens when routes were recorded."""
+
+    hidden: Tensor | None
+    """[C, d] router input, where a predictor learns from it."""
+    logits: Tensor
+    """[C, E] fp32, without the predictor's bias."""
+    bias: Tensor | None
+    """[C, E] fp32: the predictor's at that time."""
+
+    def to(self, device: torch.device) -> Features:
+        """Move the features to a device."""
+        hidden, bias = (None if t is None else upload(t, device) for t in (self.hidden, self.bias))
+        return Features(hidden, upload(self.logits, device), bias)
+
+    @property
+    def predicted(self) -> Tensor:
+        """[C, E]: logits of the distribution that the recorded routes stand for."""
+        return self.logits if self.bias is None else self.logits + self.bias
+
+
+@dataclass
+class RouteTable:
+    """Routes and features of one micro-batch: the T tokens that reach this process's routers, in their order."""
+
+    shape: RouteShape
+    counted: Tensor
+    """[T] bool: tokens that metrics count, those whose prediction is in the loss."""
+    cached: Tensor
+    """[C] int64: rows whose features are stored."""
+    engine: Tensor | None = None
+    """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
+    gates: Tensor | None = None
+    """[T, moe_layers, k] fp32: the weights that the engine gave them, 0 in all slots where they are not known."""
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] ids by model layer, from the trainer's own recording pass."""
+    features: dict[int, Features] = field(default_factory=dict)
+    counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
+    """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
+    _left: dict[type, Any] = field(default_factory=dict)
+    _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
+    """What `evenly_spaced` answered, by budget: every layer asks."""
+
+    def to(self, device: torch.device) -> RouteTable:
+        """The same on `device`, to be called before the first pass."""
+        moved = {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        features = {layer: features.to(device) for layer, features in self.features.items()}
+        return replace(self, **moved, features=features)
+
+    def left(self, kind: type[Kind]) -> Kind:
+        """What observers leave here for later passes, in an object of a class of their own: empty at first."""
+        return self._left.setdefault(kind, kind())
+
+    def evenly_spaced(self, budget: int) -> Tensor:
+        """[C] int64: at most `budget` of the counted rows, evenly spaced."""
+        if budget not in self._evenly_spaced:
+            places = torch.from_numpy(evenly_spaced(len(self.counted_rows), budget))
+            self._evenly_spaced[budget] = self.counted_rows[upload(places, self.counted_rows.device)]
+        return self._evenly_spaced[budget]
+
+    def engine_route(self, layer: int) -> Tensor | None:
+        """[T, k] ids of the engine for a model layer."""
+        return None if self.engine is None else self.engine[:, self.shape.moe_layers.index(layer)]
+
+    def engine_gates(self, layer: int) -> Tensor | None:
+        """[T, k] fp32 weights of the engine's experts in a model layer."""
+        return None if self.gates is None else self.gates[:, self.shape.moe_layers.index(layer)]
+
+    def counted_with_route(self, routes: Tensor) -> Tensor:
+        """[T] bool: counted tokens for which routes [T, k] have any."""
+        return self.counted & has_route(routes)
+
+
+# -- agreement -----------------------------------------------------------------------------------------------------------
+# How far two routes of the same tokens are apart: sets of experts, and distributions over them.
+
+
+def deviations(a: Tensor, b: Tensor) -> Tensor:
+    """Slots of each token in which two sets of k experts differ: `[T, k]`, `[T, k]` -> `[T]` int64 in 0..k.
+
+    The order within a set does not matter; a set names no expert twice. Errors: ValueError for different shapes.
+    """
+    if a.shape != b.shape or a.dim() != 2:
+        raise ValueError(f"routes of shapes {tuple(a.shape)} and {tuple(b.shape)}: two [T, k] are compared")
+    found = (a.long()[:, :, None] == b.long()[:, None, :]).any(-1)
+    return (~found).sum(-1)
+
+
+def topk_agreement(a: Tensor, b: Tensor) -> Tensor:
+    """Mean over tokens of |A and B| / k, a scalar in 0..1 (Pr2, Section 5.4). a, b: `[T, k]` expert ids, any order."""
+    return 1 - deviations(a, b).double().mean() / a.shape[1]
+
+
+def deviation_counts(a: Tensor, b: Tensor, counted: Tensor) -> Tensor:
+    """`[k + 1]` int64: tokens whose sets differ in 0, 1, ..., k slots, of those that `counted` `[T]` bool names.
+
+    Without a step that would wait for a GPU, as choosing rows or torch.bincount would.
+    """
+    counts = counted.new_zeros(a.shape[1] + 1, dtype=torch.int64)
+    return counts.index_add_(0, deviations(a, b), counted.long())
+
+
+def routing_log_probs(logits: Tensor, score_function: str = "softmax") -> Tensor:
+    """The distribution over experts behind router logits, `[..., E]` -> `[..., E]` fp32 (fp64 stays), as logarithms.
+
+    softmax: log-softmax, whether the model takes its top-k before or after it. sigmoid (DeepSeek-V3): the scores over
+    their sum, which is how the model weights its experts; its bias for selection belongs to no distribution.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if score_function == "sigmoid":
+        logits = torch.nn.functional.logsigmoid(logits)
+    elif score_function != "softmax":
+        raise ValueError(f"score_function = {score_function!r}: softmax or sigmoid")
+    return logits.log_softmax(-1)
+
+
+def route_kl(current: Tensor, recorded: Tensor, score_function: str = "softmax") -> Tensor:
+    """KL(current || recorded) of each token, `[T]` in nats; both `[T, E]` router logits."""
+    return kl_divergence(*(routing_log_probs(z, score_function) for z in (current, recorded)))
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) over the last dimension, in nats."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Half the sum of |p - q| over the last dimension: the soft router staleness of Pr2, Appendix B.2."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------------
+# What replay and prediction cost in memory and work, by arithmetic.
+
+
+class CacheCost(NamedTuple):
+    """Cost of Pr2 for one response, as in Table 3 of the paper."""
+
+    index_bytes: int
+    """Replayed expert ids of all tokens."""
+    feature_bytes: int
+    """What the predictors learn from: router input (bf16) and logits (fp32) of the cached tokens."""
+    flops_per_token: int
+    """Operations of the predictors on a token while routes are recorded."""
+
+
+def cache_cost(
+    layers: int, hidden: int, experts: int, topk: int, tokens: int, cached_tokens: int, *, index_bytes: int = 4
+) -> CacheCost:
+    """Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E a token.
+
+    layers: those with experts. tokens, cached_tokens: of one response. index_bytes: b of one expert id; the paper's are
+    int32, ours are 1 (2 from 256 experts on). Errors: ValueError for a size below 1, or more cached tokens than tokens.
+    """
+    sizes = {"layers": layers, "hidden": hidden, "experts": experts, "topk": topk, "tokens": tokens}
+    for name, size in {**sizes, "cached_tokens": cached_tokens, "index_bytes": index_bytes}.items():
+        if size < 1:
+            raise ValueError(f"cache_cost: {name} = {size}; it must be at least 1")
+    if topk > experts:
+        raise ValueError(f"cache_cost: topk = {topk} of {experts} experts")
+    if cached_tokens > tokens:
+        raise ValueError(f"cache_cost: cached_tokens = {cached_tokens} of {tokens} tokens")
+    return CacheCost(
+        index_bytes=index_bytes * topk * layers * tokens,
+        feature_bytes=(2 * hidden + 4 * experts) * layers * cached_tokens,
+        flops_per_token=2 * layers * hidden * experts,
+    )

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.runlog import RunLog, number, read_run
+from megatron_rl.report.run_folder import RunLog, number, read_run
 from megatron_rl.simulate.costs import Costs, Setting
-from megatron_rl.simulate.step import Simulated, TrainerWork, simulate
+from megatron_rl.simulate.simulated_step import Simulated, TrainerWork, simulate
 
 WARM_UP = 2
 """First steps, which are left out: caches fill, and kernels are compiled."""
@@ -113,7 +113,7 @@ def _figure(log: RunLog, line: Any, name: str) -> float:
 def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
     """[responses] of a step: those that were recorded, or drawn so that mean, quantiles and the longest are as logged."""
     if files:
-        from megatron_rl.data.record import load_trajectories
+        from megatron_rl.data.trajectory import load_trajectories
 
         return np.asarray([t.response_length for file in files for t in load_trajectories(file)])
     count = log.setting("batch.prompts_per_step", 0) * log.setting("batch.samples_per_prompt", 0)

@@ -49,7 +49,7 @@ class Call:
 def calls_of(first: int, count: int, total: int, servers: int, per_call: int) -> list[tuple[int, range]]:
     """(server, request numbers) of a leader's calls, in order; its requests are first .. first + count - 1 of `total`.
 
-    Each server gets an equal block of the numbers (`server_order` in megatron_rl/rollout/client.py); calls go to each in turn.
+    Each server gets an equal block of the numbers (`server_order` in megatron_rl/servers/client.py); calls go to each in turn.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for number in range(first, first + count):
@@ -289,7 +289,7 @@ class Servers:
         return touched
 
     def _serve(self, leader: int) -> set[int]:
-        """As megatron_rl/rollout/slots.py: in the order of steps; a call above the limit goes alone. Returns servers."""
+        """As servers/request_slots.py: in the order of steps; a call above the limit goes alone. Returns servers."""
         calls, limit, touched = self._calls[leader], self._setting.concurrency, set()
         while calls and (not self._in_flight[leader] or self._in_flight[leader] + calls[0].size <= limit):
             call = calls.popleft()

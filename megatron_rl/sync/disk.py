@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.transport import Transport
+from megatron_rl.sync.transport import Bucket, Transport
 
 
 class DiskTransport(Transport):

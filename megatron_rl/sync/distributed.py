@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
 
-from megatron_rl.network import own_address
-from megatron_rl.processes import listening_store
-from megatron_rl.sync.buckets import Bucket
+from megatron_rl.distributed.processes import listening_store, own_address
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.transport import Transport
+from megatron_rl.sync.transport import Bucket, Transport
 
 
 class DistributedTransport(Transport):

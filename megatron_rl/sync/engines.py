@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import urllib3
 
-from megatron_rl.credentials import WRONG_KEY, bearer
+from megatron_rl.config.credentials import WRONG_KEY, bearer
 from megatron_rl.errors import UserError
 
 _SHORT_S = 10.0
@@ -103,3 +103,28 @@ class Engines:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# -- owner ---------------------------------------------------------------------------------------------------------------
+# Whose weights a server has: a run's versions are RUN.STEP there, with the run's own random id.
+
+
+FROM_FOLDER = "default"
+"""SGLang's version of the weights that it was started with."""
+RELEASED = "released"
+"""Version of weights that a run has left on a server which it no longer uses."""
+
+
+def version_of(run: str, step: int | str) -> str:
+    """The version of a run's weights of a step, as servers have it; of a run without an id the step alone."""
+    return f"{run}.{step}" if run else str(step)
+
+
+def owner_of(version: object) -> str:
+    """The run that pushed a version, as a server says it; empty: none, or one without an id."""
+    return str(version or "").rpartition(".")[0]
+
+
+def as_own(version: str, run: str) -> str:
+    """The step of a version of this run; other versions as they are."""
+    return version.rpartition(".")[2] if owner_of(version) == run else version

@@ -1,7 +1,7 @@
 """Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it.
 
 The bucket lies on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, for
-which these need peer access (megatron_rl/launch/preflight.py asks); they need not see the bucket's GPU.
+which these need peer access (megatron_rl/checks/preflight.py asks); they need not see the bucket's GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, cast, override
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
-from megatron_rl.sync.transport import Transport
+from megatron_rl.sync.transport import Bucket, Transport
 
 DEVICE_ARGUMENT = 6
 """Place of the device among the arguments of torch's rebuild_cuda_tensor; SGLang counts on it too (utils/patch_torch.py)."""

@@ -3,12 +3,86 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines
+
+# -- buckets -------------------------------------------------------------------------------------------------------------
+# Buckets: tensors side by side in one flat buffer that travels in one piece.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a bucket: bytes [start, end) of the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass
+class Bucket:
+    """A flat uint8 buffer and the tensors in it, without gaps and each aligned to its elements."""
+
+    buffer: Tensor
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are filled."""
+        return self.entries[-1].end if self.entries else 0
+
+    @property
+    def data(self) -> Tensor:
+        """The filled part, [used] uint8."""
+        return self.buffer[: self.used]
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy a tensor in, cast to `dtype`; returns the copy."""
+        start, end = self.used, self.used + tensor.numel() * dtype.itemsize
+        copy = self.buffer[start:end].view(dtype).view(tensor.shape)
+        copy.copy_(tensor.detach())
+        self.entries.append(Entry(name, dtype, tuple(tensor.shape), start, end))
+        return copy
+
+
+def fill_buckets(
+    groups: Iterable[list[tuple[str, Tensor]]],
+    *,
+    capacity: int,
+    dtype_of: Callable[[str], torch.dtype],
+    buffer_of: Callable[[int], Tensor],
+    seen: Callable[[str, Tensor], None],
+) -> Iterator[tuple[Bucket, bool]]:
+    """Yield (bucket, is it the last), of at most `capacity` bytes each unless a single group is larger.
+
+    groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: gives a
+    buffer of at least this many bytes that nobody reads any more. seen: called with every tensor as it lies in its bucket.
+    """
+    bucket = None
+    for group in groups:
+        typed = [(name, tensor, dtype_of(name)) for name, tensor in group]
+        size = sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in typed)
+        if bucket is not None:
+            aligned = all(bucket.used % dtype.itemsize == 0 for *_, dtype in typed)
+            if bucket.used + size > capacity or not aligned:
+                yield bucket, False
+                bucket = None
+        if bucket is None:
+            bucket = Bucket(buffer_of(max(capacity, size)))
+        for name, tensor, dtype in typed:
+            seen(name, bucket.add(name, tensor, dtype))
+    if bucket is not None:
+        yield bucket, True
+
+
+# -- transport -----------------------------------------------------------------------------------------------------------
 
 
 class Transport(ABC):

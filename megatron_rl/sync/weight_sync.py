@@ -27,15 +27,20 @@ from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.sync.buckets import Bucket, fill_buckets
-from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
+from megatron_rl.sync.checksums import (
+    PREDICTOR_WEIGHT,
+    EngineParameter,
+    ExpectedChecksums,
+    Slot,
+    keep_together,
+    locate,
+    parse,
+)
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
-from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.owner import owner_of
-from megatron_rl.sync.slots import PREDICTOR_WEIGHT, Slot, keep_together, locate
+from megatron_rl.sync.engines import Engines, WeightSyncError, owner_of
 from megatron_rl.sync.tensor import TensorTransport
-from megatron_rl.sync.transport import Transport
+from megatron_rl.sync.transport import Bucket, Transport, fill_buckets
 
 T = TypeVar("T")
 

@@ -27,16 +27,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+from megatron_rl.config.plan import expert_tensor_size
+from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.errors import UserError
-from megatron_rl.models import delayed_scaling, extra_state
+from megatron_rl.models import distributed_checkpoint, fp8
+from megatron_rl.models.adapters import ADAPTER, HEAD
 from megatron_rl.models.checkpoint_reader import untrusted
-from megatron_rl.models.dist_write import Write, read
-from megatron_rl.models.freeze import ADAPTER, HEAD
+from megatron_rl.models.distributed_checkpoint import Write, read
 from megatron_rl.models.hf_folder import weights_digest
-from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
-from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.sharded_state import ShardedState
 from megatron_rl.trainer.trainer import Trainer
 
@@ -116,7 +116,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
     if _scales_layout(trainer):
-        scales = delayed_scaling.remembered(_with_reference(trainer))
+        scales = fp8.remembered(_with_reference(trainer))
         state["scales"] = ShardedObject("scales", scales, (ranks.world_size,), (ranks.rank,))
     return state
 
@@ -322,7 +322,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
             learner.optimizer.load_state_dict(own["optimizer"])
         _separate_steps(learner)
         if "scales" in own:
-            delayed_scaling.restore(_with_reference(learner), own["scales"], learner.model.config)
+            fp8.restore(_with_reference(learner), own["scales"], learner.model.config)
     for hook in known:
         hook.load_state_dict(loaded.get(hook.name, {}), common["hooks"][hook.name])
     if same_size:
@@ -450,7 +450,7 @@ def _separate_steps(trainer: Trainer) -> None:
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        return read(extra_state.without_extra_state(state), path)
+        return read(distributed_checkpoint.without_extra_state(state), path)
     except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"
@@ -480,7 +480,7 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
         frozen = bool(trainer.model.lora.rank)  # a checkpoint of adapters has no other weights
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
-        lost = extra_state.load_weights(chunk, {**own, **loaded[name]}, strict=not frozen)
+        lost = distributed_checkpoint.load_weights(chunk, {**own, **loaded[name]}, strict=not frozen)
         if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
             raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
 

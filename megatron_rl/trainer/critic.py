@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.data.labels import Labels
-from megatron_rl.data.packing import Batch
+from megatron_rl.data.packing import Batch, Labels
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.reduce import Metrics, merge
 from megatron_rl.trainer.objective import CriticLoss
+from megatron_rl.trainer.scored_spans import with_last_state
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.trainer.units import with_last_state
 
 
 @dataclass(frozen=True)

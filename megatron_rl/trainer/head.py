@@ -10,12 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_rl.config import DistillationConfig
-from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
-from megatron_rl.ops.kept_tokens import KeptTokens
-from megatron_rl.ops.label_over_mean import label_over_mean
-from megatron_rl.ops.late_checks import LateChecks
+from megatron_rl.distributed.parallel import process_group
+from megatron_rl.ops import distillation_kl, linear_log_probs
+from megatron_rl.ops.device import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
-from megatron_rl.trainer.parallel import process_group
+from megatron_rl.ops.masked_log_softmax import KeptTokens
+from megatron_rl.ops.token_terms import label_over_mean
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _distance(
 ) -> torch.Tensor:
     """[n]: the divergence from the teacher, over the tokens that both vocabularies have."""
     rows = min(len(weight), len(teacher.weight))  # with the same tokenizer tables differ in unused rows alone
-    return linear_kl(
+    return distillation_kl(
         hidden,
         weight[:rows],
         teacher.hidden,
@@ -153,8 +153,8 @@ def _recorded_distance(
     context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """[n]: the divergence between the recorded tokens and one class for all others."""
-    assert teacher.settings.direction != "jensen_shannon"  # which launch/teacher_checks.py refuses
-    return linear_topk_kl(
+    assert teacher.settings.direction != "jensen_shannon"  # which checks/loss.py refuses
+    return distillation_kl(
         hidden,
         weight,
         teacher.token_ids.long(),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics
-from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.table import RouteTable
 from megatron_rl.trainer.preview import StepPreview
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Stage = Literal["log_probs", "update"]
 
 
 @dataclass(frozen=True)
-class Place:
+class UpdateContext:
     """Where a pass stands in the work on a rollout batch."""
 
     update: int = 0
@@ -33,14 +33,14 @@ class Place:
     """True: a later epoch learns from these micro-batches once more."""
 
 
-def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, Place]]:
+def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, UpdateContext]]:
     """Parts of a rollout batch in the order in which updates learn from them, all of them in each epoch, and the places."""
     parts, updates = len(rollout), len(rollout) * epochs
     for update in range(updates):
-        yield update % parts, Place(update, rollout, update + parts < updates)
+        yield update % parts, UpdateContext(update, rollout, update + parts < updates)
 
 
-ALONE = Place()
+ALONE = UpdateContext()
 """Place of a pass that belongs to no rollout batch, and of an update that is all that is done with one."""
 
 
@@ -79,10 +79,10 @@ class UpdateHook:
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
         """A pass of the policy begins, over these micro-batches."""
 
-    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
         """What it has at the routers in the pass of the micro-batch of these routes."""
         return []
 

@@ -19,9 +19,9 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import TokenWeights, counts, token_weights
 from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
+from megatron_rl.config.registry import resolve
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
-from megatron_rl.registry import resolve
 
 CLOSE = "mismatch/close"
 """Name of a metric: share of the sampled tokens whose log-probs engine and trainer have within a factor of two."""

@@ -20,28 +20,27 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed.parallel import Interrupt, Ranks, process_group
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
-from megatron_rl.models import delayed_scaling
+from megatron_rl.models import fp8
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import LayerOutputs, PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.value_head import value_head
-from megatron_rl.ops.late_checks import LateChecks
-from megatron_rl.rollout.routes import EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.passes import RoutePass
-from megatron_rl.routing.router_losses import RouterLosses
+from megatron_rl.ops.device import LateChecks
+from megatron_rl.routing.passes import RoutePass, RouterLosses
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_part, own_rows, watched_layers
 from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
-from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
-from megatron_rl.trainer.interrupt import Interrupt
+from megatron_rl.trainer.hooks import ALONE, Stage, Step, UpdateContext, UpdateHook
 from megatron_rl.trainer.objective import (
     ComputeHidden,
     ComputeValues,
@@ -55,7 +54,6 @@ from megatron_rl.trainer.objective import (
 )
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
-from megatron_rl.trainer.parallel import Ranks, process_group
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
 
 TEACHER = "distillation.teacher"
@@ -172,6 +170,15 @@ class Trainer:
         for hook in self.hooks:
             hook.attach(self)
 
+    def add_companions(self, companions: Mapping[str, Trainer]) -> None:
+        """Let other models on the same ranks leave the device and come back with this one."""
+        self.companions |= companions
+
+    def watch(self, interrupt: Interrupt) -> None:
+        """Let this model and its companions give a step up when `interrupt` says so."""
+        for trainer in (self, *self.companions.values()):
+            trainer.interrupt = interrupt
+
     @property
     def trains(self) -> bool:
         """Whether it was built for updates, and has an optimizer."""
@@ -225,7 +232,7 @@ class Trainer:
         chunks: Items[torch.nn.Module] | None = None,
         *,
         support: SamplingSupport | None = None,
-        place: Place = ALONE,
+        place: UpdateContext = ALONE,
         hooks: Iterable[UpdateHook] | None = None,
     ) -> list[torch.Tensor | None]:
         """Forward alone: log-probs [T] of each micro-batch; None on pipeline stages without the head.
@@ -260,7 +267,7 @@ class Trainer:
     def _feature_rows(self, batch: Batch) -> torch.Tensor:
         return own_rows(batch.mask, sequence_parallel=self.chunks[0].config.sequence_parallel)
 
-    def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = ALONE) -> None:
+    def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: UpdateContext = ALONE) -> None:
         """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
         if "values" in needs:
@@ -283,7 +290,7 @@ class Trainer:
                 if of_batch is not None:
                     batch.fields[name] = of_batch
 
-    def update(self, batches: list[Batch], objective: Objective, place: Place = ALONE) -> Update:
+    def update(self, batches: list[Batch], objective: Objective, place: UpdateContext = ALONE) -> Update:
         """Forward, backward, gradient reduction, clipping, one optimizer step.
 
         A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1. So does one of which
@@ -395,7 +402,7 @@ class Trainer:
 
     @contextmanager
     def _observed(
-        self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: Place
+        self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: UpdateContext
     ) -> Iterator[list[RoutePass | None]]:
         """What the routers do with each micro-batch in the pass inside the block; None for a dense model."""
         for hook in hooks:
@@ -411,11 +418,11 @@ class Trainer:
         self.residence.require("all")
         if self.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
-        if not delayed_scaling.calibrated(asked.chunks):
+        if not fp8.calibrated(asked.chunks):
             with torch.no_grad():
                 self._forward_backward(asked.that_scores(self.model))
-            delayed_scaling.calibrate()
-        with delayed_scaling.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
+            fp8.calibrate()
+        with fp8.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
             return self._forward_backward(asked)
 
     def _forward_backward(self, asked: ModelPass) -> list[Result | None]:

@@ -10,9 +10,8 @@ from torch import Tensor
 from megatron_rl.algorithms.stein import OrthogonalityForm, orthogonality_of_products
 from megatron_rl.config import VP2OConfig
 from megatron_rl.metrics.reduce import Metrics, derived
-from megatron_rl.routing.memory import RouteTable
-from megatron_rl.routing.metrics import of_layers, per_token
-from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.passes import RouteObserver, of_layers, per_token
+from megatron_rl.routing.table import RouteTable
 
 GRADIENT = "orthogonality_gradient"
 

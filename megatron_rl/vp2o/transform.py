@@ -29,14 +29,12 @@ from megatron_rl.config import VP2OConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metric, Metrics, derived, mean
 from megatron_rl.models.moe import OUTPUT, ExpertSlice
-from megatron_rl.routing.memory import RouteTable
-from megatron_rl.routing.metrics import layer_name
-from megatron_rl.routing.passes import RouteObserver
-from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.routing.passes import RouteObserver, layer_name
+from megatron_rl.routing.table import RouteTable
+from megatron_rl.trainer.hooks import Stage, Step, UpdateContext, UpdateHook
 from megatron_rl.trainer.preview import StepPreview, owned_ranges
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.coactivation import Active, Coactivation, CountActive, CountCoactivation
-from megatron_rl.vp2o.experts import Exchange, Experts
+from megatron_rl.vp2o.expert_groups import Active, Coactivation, CountActive, CountCoactivation, Exchange, Experts
 from megatron_rl.vp2o.orthogonality import GRADIENT, Orthogonality
 
 log = logging.getLogger(__name__)
@@ -106,14 +104,14 @@ class Stein(UpdateHook):
 
     # -- one update, in this order ------------------------------------------------------------------------------------
 
-    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
         """Co-activation is of the whole rollout batch; the micro-batches of later updates count if they had a pass before."""
         if stage == "update":
             found = (batch.routes for update in place.rollout or [batches] for batch in update)
             self._tables = [table for table in found if table is not None]
             self._own_tables = [batch.routes for batch in batches if batch.routes is not None]
 
-    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
         """Return the counts of co-activation and, in an update, the orthogonality loss."""
         found: list[RouteObserver] = [CountCoactivation(table, soft=self.config.coactivation == "soft")]
         if stage == "update":

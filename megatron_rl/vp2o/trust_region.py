@@ -30,14 +30,13 @@ from megatron_rl.data.packing import Batch
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, alike, mean
 from megatron_rl.models.router import ReplayRouter
-from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver, Router
 from megatron_rl.routing.replay import RouteSource, reference_routes
-from megatron_rl.routing.table import NO_ROUTE, route_dtype
-from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
+from megatron_rl.routing.table import NO_ROUTE, RouteTable, route_dtype
+from megatron_rl.trainer.hooks import Stage, UpdateContext, UpdateHook
 from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.experts import ExpertLayer, Experts, stacked
+from megatron_rl.vp2o.expert_groups import ExpertLayer, Experts, stacked
 from megatron_rl.vp2o.transform import Stein, of_layers
 
 PARTS = 4
@@ -147,7 +146,7 @@ class TrustRegion(UpdateHook):
             router = [p.detach().clone() for p in _parameters(layer.router)]
             self._anchors[number] = _Anchor(start, self._follow(layer, weights, start), router)
 
-    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
         """Routers keep what they see of the rollout batch, each micro-batch in its first pass."""
         if not self._anchors:
             self.weights_pushed()
@@ -156,7 +155,7 @@ class TrustRegion(UpdateHook):
         self._probe_tokens = -(-self.config.probe_tokens // max(len(every), 1))
         self.verdict = None
 
-    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
         """Return the probe of the micro-batch."""
         return [Probe(table, self._probe_tokens)]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.importance import block_influence, channel_sums, gated_norms, group_norms, largest
+from megatron_rl.compression.importance import block_influence, channel_sums, gated_norms, group_norms, largest
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from mpmath import mp
 
 from megatron_rl.algorithms import preference
-from megatron_rl.metrics.preferences import label_metrics
+from megatron_rl.metrics.preference_metrics import label_metrics
 from megatron_rl.metrics.reduce import figures
 
 mp.dps = 40

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.correction import rollout_correction
-from megatron_rl.algorithms.pruning import bias_bound
+from megatron_rl.algorithms.correction import bias_bound, rollout_correction
 from megatron_rl.metrics import mismatch
 from megatron_rl.ops import masked_log_softmax
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl.algorithms.sparsity import Pattern, magnitude, sparsegpt, wanda
+from megatron_rl.compression.sparsity import Pattern, magnitude, sparsegpt, wanda
 
 PATTERNS = [Pattern(2, 4), Pattern(1, 4), Pattern(4, 8), Pattern(ratio=0.5), Pattern(ratio=0.3)]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.certify.certificate import Step, as_json, outcome, page, verdict
 from megatron_rl.certify.compare import LOG_PROBS, Recorded, common_prefix, compare, matching_rows, order_of
-from megatron_rl.certify.engine import read_passes
-from megatron_rl.certify.page import Step, as_json, outcome, page, verdict
-from megatron_rl.config_file import build_config
+from megatron_rl.certify.engine_side import read_passes
+from megatron_rl.config.load import build_config
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
 
 LAYERS = 3

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments import cgroup, isolated, sandbox
-from megatron_rl.launch import doctor
+from megatron_rl.run import doctor
+from megatron_rl.sandbox import bubblewrap, cgroup, isolated
 from tests.preloaded import PYTHON_WITH_TRAINER
 
 
@@ -134,7 +134,7 @@ def test_a_missing_package_is_an_error_only_if_nothing_runs_without_it():
 
 
 def test_the_sandbox_is_probed(monkeypatch):
-    monkeypatch.setattr(sandbox, "problem", lambda: "no user namespaces; do this")
+    monkeypatch.setattr(bubblewrap, "problem", lambda: "no user namespaces; do this")
     found = doctor._sandbox()
     assert (found.part, found.state) == ("sandbox", "missing") and found.note == "no user namespaces; do this"
 

@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.agents.programs import PROGRAMS
 from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
-from megatron_rl.config_file import key_paths
-from megatron_rl.launch import preflight
-from megatron_rl.rollout.programs import PROGRAMS
+from megatron_rl.checks import preflight
+from megatron_rl.config.load import key_paths
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -246,7 +246,7 @@ def test_the_processes_of_a_conversion_get_folders_and_keep_their_other_words(na
     """SOURCE may be called as the command, an argument's value or OUT is; a folder for it stands in its place alone."""
     started = []
     monkeypatch.setattr(cli, "torchrun", lambda nproc, words: started.append((nproc, words)) or 0)
-    monkeypatch.setattr("megatron_rl.hub.as_folder", lambda text, key, wanted=(): f"/cache/{text}")
+    monkeypatch.setattr("megatron_rl.data.hub.as_folder", lambda text, key, wanted=(): f"/cache/{text}")
     for base in ([], ["--base", "own/base"]):
         assert cli.main(["convert", name, name, *base, "--nproc", "2"]) == 0
         source, out, *rest = started.pop()[1][1:]

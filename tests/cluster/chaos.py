@@ -31,11 +31,10 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_rl.data.record import file_of, load_trajectories
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout import leftovers
-from megatron_rl.rollout.finished import _records
+from megatron_rl.rollout.sample_journal import _records
+from megatron_rl.servers import orphans
 from tests.e2e.test_fleet import Servers
 from tests.e2e.test_recovery import final_tensors
 from tests.preloaded import TRAINER
@@ -261,7 +260,7 @@ class Chaos:
         self.ports |= {
             c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours
         }
-        self.shared |= leftovers.mapped(ours)
+        self.shared |= orphans.mapped(ours)
 
     def count(self, what: str, place: str) -> None:
         self.kills[f"{what} in {place}"] += 1
@@ -414,7 +413,7 @@ def left_behind(chaos: Chaos) -> list[str]:
     }
     found += [f"port {port}" for port in chaos.ports & listening]
     found += [f"shared memory {file}" for file in chaos.shared if file.exists()]
-    return found + [f"folder {path}" for path in chaos.temporary.glob(f"{leftovers.PREFIX}*")]
+    return found + [f"folder {path}" for path in chaos.temporary.glob(f"{orphans.PREFIX}*")]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout import leftovers
+from megatron_rl.servers import orphans
 from tests.cluster.chaos import LIMIT_S, MARK, config_of
 from tests.preloaded import TRAINER
 from tests.program import Program
@@ -58,7 +58,7 @@ def left_behind(folder: Path, ports: set[int], shared: set[Path]) -> list[str]:
     found = [f"process {' '.join(process.cmdline())[:80]}" for process in ours(folder)]
     found += [f"port {port}" for port in ports & listening]
     found += [f"shared memory {file}" for file in shared if file.exists()]
-    return found + [f"folder {path}" for path in (folder / "tmp").glob(f"{leftovers.PREFIX}*")]
+    return found + [f"folder {path}" for path in (folder / "tmp").glob(f"{orphans.PREFIX}*")]
 
 
 def one(folder: Path, draw: random.Random, log: Path) -> tuple[str, list[str]]:
@@ -73,7 +73,7 @@ def one(folder: Path, draw: random.Random, log: Path) -> tuple[str, list[str]]:
         processes = {process.pid for process in ours(folder)}
         connections = psutil.net_connections("tcp")
         ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.pid in processes}
-        shared = leftovers.mapped(processes)
+        shared = orphans.mapped(processes)
         for _ in range(draw.randint(1, 4)):
             number, victims = draw.choice(SIGNALS), draw.choice((program._processes, [draw.choice(program._processes)]))
             for process in victims:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from tests.cluster.slurm import Slurm
 

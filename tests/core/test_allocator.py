@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.preflight import preflight
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.preflight import preflight
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.allocator import allocator_settings, shares_expandable_memory
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -50,7 +50,9 @@ def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
     assert shares_expandable_memory(config("tensor"), EXPANDABLE)
     assert not shares_expandable_memory(config("tensor"), {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"})
     assert not shares_expandable_memory(config("distributed"), EXPANDABLE)
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine((9, 0), None, None, "13.0"))
+    monkeypatch.setattr(
+        "megatron_rl.checks.model_and_machine.this_machine", lambda: Machine((9, 0), None, None, "13.0")
+    )
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(*EXPANDABLE.popitem())
     with pytest.raises(UserError, match="take it out, or set sync.transport: distributed"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Clock
-from megatron_rl.metrics.step import MOST_IDLE_STEPS, idle_steps
+from megatron_rl.report.step import MOST_IDLE_STEPS, idle_steps
+from megatron_rl.run.run import Clock
 
 
 def test_times_add_up():

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import job_name
-from megatron_rl.config_file import (
+from megatron_rl.config.load import (
     RENAMED_KEYS,
     RENAMED_VALUES,
     build_config,

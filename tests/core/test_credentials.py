@@ -11,15 +11,15 @@ from functools import partial
 
 import pytest
 
-from megatron_rl.config_file import build_config, load_config, parse_overrides, parse_yaml, to_yaml
-from megatron_rl.credentials import HIDDEN, command_line, hidden, hide, key_of, key_of_folder, read
-from megatron_rl.environments.mcp_tools import Server
+from megatron_rl.config.credentials import HIDDEN, command_line, hidden, hide, key_of, key_of_folder, read
+from megatron_rl.config.load import build_config, load_config, parse_overrides, parse_yaml, to_yaml
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run_lock import NAME, lock
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.status import as_json, status_of
-from megatron_rl.rollout.external import server_of
-from megatron_rl.rollout.scores_by_server import ask_all
+from megatron_rl.report.page import write_report
+from megatron_rl.report.status import as_json, status_of
+from megatron_rl.run.run_lock import NAME, lock
+from megatron_rl.servers.external import server_of
+from megatron_rl.servers.scores import ask_all
+from megatron_rl.tools.mcp import Server
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
 from megatron_rl.config import OF_TOKENS
-from megatron_rl.config_file import build_config, key_paths, load_config
+from megatron_rl.config.load import build_config, key_paths, load_config
 from tests.program import output_of_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def test_values_exist():
 
 def test_the_configuration_page_is_current():
     page = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "config_reference.py")], capture_output=True, text=True, timeout=60
+        [sys.executable, str(REPOSITORY / "tools" / "config/reference.py")], capture_output=True, text=True, timeout=60
     )
     assert page.stdout == (REPOSITORY / "docs" / "configuration.md").read_text(), (
         "run: python tools/config_reference.py > docs/configuration.md"

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.agents.agent import Agents
+from megatron_rl.checks.eval_sets import EvalSet, data_of, eval_sets, held_out_questions, overall, question
 from megatron_rl.config import Config, DataConfig, EvalSetConfig
-from megatron_rl.config_file import build_config, key_paths, parse_overrides
+from megatron_rl.config.load import build_config, key_paths, parse_overrides
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt, PromptStream, build_task
 from megatron_rl.errors import UserError
-from megatron_rl.launch.eval_sets import EvalSet, data_of, eval_sets, held_out_questions, overall, question
-from megatron_rl.rollout.agent import Agents
+from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.reward import give_rewards
+from megatron_rl.tasks import Prompt, PromptStream, build_task
 from tools.make_tiny_model import text_tokenizer
 
 ONE_PROCESS = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
@@ -101,7 +101,7 @@ def test_each_set_has_rows_and_a_verifier_of_its_own(tokenizer, tmp_path):
 
 
 def test_training_rows_are_not_read_again_for_each_set(tokenizer, tmp_path, monkeypatch):
-    from megatron_rl.environments import files
+    from megatron_rl.tasks import rows as files
 
     opened, read = [], files._read_jsonl
     monkeypatch.setattr(files, "_read_jsonl", lambda file: opened.append(file.name) or read(file))

@@ -17,13 +17,8 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
-from megatron_rl import hub as ids
-from megatron_rl.config import Config
-from megatron_rl.config_file import build_config, load_config, parse_overrides, to_yaml
-from megatron_rl.config_reference import all_keys
-from megatron_rl.errors import UserError
-from megatron_rl.launch.model_folders import _replaced as replaced
-from megatron_rl.launch.model_folders import (
+from megatron_rl.checks.model_folders import _replaced as replaced
+from megatron_rl.checks.model_folders import (
     check_alike,
     model_places,
     overrides_of,
@@ -31,6 +26,11 @@ from megatron_rl.launch.model_folders import (
     with_folders,
     with_ids,
 )
+from megatron_rl.config import Config
+from megatron_rl.config.load import build_config, load_config, parse_overrides, to_yaml
+from megatron_rl.config.reference import all_keys
+from megatron_rl.data import hub as ids
+from megatron_rl.errors import UserError
 from tests.hub import Repo, cache_of, hub
 from tests.program import _main as program
 from tests.ranks import fork
@@ -185,7 +185,7 @@ def test_weights_config_and_tokenizer_are_downloaded_once_and_nothing_else(tiny_
 def test_processes_of_a_machine_download_each_file_once(tiny_model, tmp_path):
     model = tiny_model("qwen3")
     with hub({"some/model": Repo(model)}) as served:
-        code = "from megatron_rl.hub import as_folder; print(as_folder('some/model', 'key'))"
+        code = "from megatron_rl.data.hub import as_folder; print(as_folder('some/model', 'key'))"
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.identical_precision import check_identical
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.identical_checks import check_identical
 from megatron_rl.models.precision import Machine
 
 NO_GPU = Machine(None, None, None, None)

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from models.test_sizes import MODELS
 
+from megatron_rl.checks.fit import check_fits
+from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
 from megatron_rl.cli import main
 from megatron_rl.config import Config, ServerConfig
-from megatron_rl.config_file import load_config
+from megatron_rl.config.load import load_config
+from megatron_rl.config.plan import pipeline_bubble
 from megatron_rl.errors import UserError
-from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
-from megatron_rl.launch.plan import pipeline_bubble
-from megatron_rl.models.sizes import Shape
-from megatron_rl.routing.cost import cache_cost
+from megatron_rl.models.shape import Shape
+from megatron_rl.routing.table import cache_cost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = {

@@ -7,9 +7,9 @@ import torch
 
 from megatron_rl.algorithms.losses import LossInputs, policy_terms
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer.objective import Policy, policy_loss
 
 SOURCE = """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
+from megatron_rl.config.plan import make_plan, share_of, total_updates
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import make_plan, share_of, total_updates
 
 
 def plan(world_size: int, batch: dict | None = None, parallel: dict | None = None):

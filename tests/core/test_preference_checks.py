@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from weights import classifier
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.preference_learning import check_preferences
+from megatron_rl.config.load import build_config
 from megatron_rl.dpo import TAKES as DPO
 from megatron_rl.errors import UserError
-from megatron_rl.launch.from_data import check_kind
-from megatron_rl.launch.preference_checks import check_preferences
-from megatron_rl.reward import TAKES as REWARD
+from megatron_rl.offline import check_kind
+from megatron_rl.reward_model import TAKES as REWARD
 
 REFUSED = {
     "centered order": (

@@ -14,13 +14,14 @@ from types import ModuleType
 import pytest
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
-from megatron_rl.config_file import build_config
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.keys import check_memory_savers
+from megatron_rl.checks.loss import loss_hints
+from megatron_rl.checks.model_and_machine import _check_places
+from megatron_rl.checks.preflight import _check_correction, preflight
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.loss_checks import loss_hints
-from megatron_rl.launch.model_checks import _check_places
-from megatron_rl.launch.preflight import _check_correction, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 from megatron_rl.trainer.objective import correction_of
 
@@ -31,7 +32,7 @@ REFUSED = {
         r"eval\.likelihood is of megatron-rl eval.*; set it to false",
     ),
     "a hook that there is not": (
-        {"hooks": ["megatron_rl.trainer.on_policy:OnPolice"]},
+        {"hooks": ["megatron_rl.hooks.guards:OnPolice"]},
         r"config: hooks: megatron_rl\.trainer\.on_policy has no 'OnPolice'; did you mean 'OnPolicy'",
     ),
     "on-policy with several updates": (
@@ -721,7 +722,7 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
     capability, built, changes, message = GPU[case]
     monkeypatch.setenv("WORLD_SIZE", "1")
     machine = Machine(capability, None, "0.47.0", "13.0")
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.checks.model_and_machine.this_machine", lambda: machine)
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
     folder = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text()) | changes
@@ -732,13 +733,17 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
         assert "\n" not in str(refusal.value)
     preflight(build_config({"model": {"path": str(folder), "kernels": "any"}}), "train")
     preflight(build_config({"model": {"path": str(folder)}}), "ask")  # builds no model here
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
+    monkeypatch.setattr(
+        "megatron_rl.checks.model_and_machine.this_machine", lambda: Machine(None, None, "0.47.0", "13.0")
+    )
     preflight(build_config({"model": {"path": str(folder)}}), "train")
 
 
 def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
+    monkeypatch.setattr(
+        "megatron_rl.checks.model_and_machine.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0")
+    )
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
     for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
         preflight(build_config({"model": {"path": str(tiny_model(family))}}), "train")
@@ -775,7 +780,7 @@ def test_a_flash_attention_that_cannot_be_taken_is_refused(
 ):
     monkeypatch.setenv("WORLD_SIZE", "1")
     machine = Machine(capability, None, "0.47.0", "13.0")
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.checks.model_and_machine.this_machine", lambda: machine)
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
     monkeypatch.setattr("megatron_rl.ops.flash._is_there", lambda name: name == "FA4")
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None if broken else ModuleType("interface"))
@@ -795,7 +800,7 @@ def test_a_flash_attention_that_cannot_be_taken_is_refused(
 )
 def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.checks.model_and_machine.this_machine", lambda: machine)
     config = build_config({"model": {"path": str(tiny_model("qwen3_moe")), "kernels": "any", **changes}})
     with pytest.raises(UserError, match=message):
         preflight(config, "train")

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from megatron_rl.config_file import build_config, load_config
+from megatron_rl.checks.prune_command import check_prune
+from megatron_rl.config.load import build_config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.prune_checks import check_prune
 from megatron_rl.models.parallel_check import read_hf_config
 
 

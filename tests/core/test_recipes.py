@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 from models.test_sizes import MODELS
 
+from megatron_rl.agents.programs import rollout_program
+from megatron_rl.checks.eval_sets import eval_sets
+from megatron_rl.checks.keys import check_memory_savers
+from megatron_rl.checks.memory_plan import GB, estimate
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.config_file import load_config
-from megatron_rl.environments import build_task, fitting
+from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.eval_sets import eval_sets
-from megatron_rl.launch.memory import GB, estimate
-from megatron_rl.launch.preflight import check_memory_savers
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.later_rewards import names_of
+from megatron_rl.rewards.rewards import names_of
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.programs import rollout_program
+from megatron_rl.tasks import build_task, fitting
 from tools.make_tiny_model import TOKENIZERS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

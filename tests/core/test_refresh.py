@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config import RefreshConfig
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.sync.refresh import Drift, RefreshSchedule, drift_of, drift_sample, drift_sums, measure
+from megatron_rl.rollout.refresh import Drift, RefreshSchedule, drift_of, drift_sample, drift_sums, measure
 
 SMALL, LARGE = Drift(kl=1e-4, ess=0.999), Drift(kl=0.02, ess=0.99)
 

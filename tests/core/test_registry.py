@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from megatron_rl.config.registry import check_name, resolve
 from megatron_rl.errors import UserError
-from megatron_rl.registry import check_name, resolve
 
 BUILTIN = {"mean": min, "median": max}
 
@@ -75,7 +75,9 @@ def test_checking_a_name_imports_nothing(tmp_path):
 
 def test_the_working_directory_is_a_place_of_modules(tmp_path):
     (tmp_path / "my_scores.py").write_text("def f():\n    return 5\n")
-    program = "from megatron_rl.registry import resolve; print(resolve('score', 'my_scores:f', {}, 'data.score')())"
+    program = (
+        "from megatron_rl.config.registry import resolve; print(resolve('score', 'my_scores:f', {}, 'data.score')())"
+    )
     path = ":".join(p for p in sys.path if p)
     found = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": path}

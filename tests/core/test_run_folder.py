@@ -13,17 +13,16 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config, to_yaml
+from megatron_rl.config.load import build_config, changed_keys, to_yaml
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.changes import changed_keys
-from megatron_rl.launch.run import Run
-from megatron_rl.launch.run_lock import lock
-from megatron_rl.trainer import parallel
+from megatron_rl.run.run import Run
+from megatron_rl.run.run_lock import lock
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megatron_rl.launch.run_lock import lock
+from megatron_rl.run.run_lock import lock
 held = lock(Path(sys.argv[1]))
 child = os.fork()  # as workers are: it must not keep the lock when its parent is killed
 if child:

@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.cli import main
-from megatron_rl.data.record import file_of, save_trajectories
-from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
+from megatron_rl.data.trajectory import Trajectory, file_of, save_trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import TOKENS_PER_CALL, Collection
-from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.simulate import servers as simulated_servers
-from megatron_rl.simulate.command import read_scenario
 from megatron_rl.simulate.costs import Z90, Costs, Lengths, Setting
 from megatron_rl.simulate.measured import UNLIMITED, calibrate, compare, nonnegative, read_measured
 from megatron_rl.simulate.servers import Servers, calls_of
-from megatron_rl.simulate.step import simulate
+from megatron_rl.simulate.simulate import read_scenario
+from megatron_rl.simulate.simulated_step import simulate
+from megatron_rl.tasks import Prompt
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate_qwen3_30b.yaml"
 EXACT = 1e-9

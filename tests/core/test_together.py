@@ -16,7 +16,7 @@ class TooSmall(UserError):
 
 def outcomes() -> list[str]:
     from megatron_rl.config import ParallelConfig
-    from megatron_rl.trainer import parallel
+    from megatron_rl.distributed import parallel
 
     ranks = parallel.initialize(ParallelConfig(tensor=2), 0)
     rank = ranks.rank
@@ -57,7 +57,7 @@ def test_results_and_errors_over_four_processes():
 def waits() -> list[str]:
     """Of a first process that waits longer than a collective may: told patiently, then not."""
     from megatron_rl.config import ParallelConfig
-    from megatron_rl.trainer import parallel
+    from megatron_rl.distributed import parallel
 
     ranks = parallel.initialize(ParallelConfig(timeout_s=4), 0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.checks.keys import READ, UNREAD, unread
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config, key_paths, load_config
-from megatron_rl.launch.unread import READ, UNREAD, unread
+from megatron_rl.config.load import build_config, key_paths, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FAR = {

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_rl.certify import command
-from megatron_rl.certify.page import DATA, PAGE
+from megatron_rl.certify import certify
+from megatron_rl.certify.certificate import DATA, PAGE
 from megatron_rl.cli import main
-from megatron_rl.models.batch_invariant import BatchInvariantRowParallelLinear
+from megatron_rl.distributed import parallel
+from megatron_rl.models.identical_layers import BatchInvariantRowParallelLinear
 from megatron_rl.models.moe import rows_of_tokens
 from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
-from megatron_rl.trainer import parallel
 
 
 def backwards(linear: Any) -> Any:
@@ -118,7 +118,7 @@ def certify_again(
     layer, operators: of this layer the first of these operators that it has is broken, on all ranks, as collectives may differ.
     Returns status, the broken operator, the certificate as JSON, and the page.
     """
-    build = command.build_trainer
+    build = certify.build_trainer
     broken: list[str | None] = [None]
 
     def building(*args, **options):
@@ -129,8 +129,8 @@ def certify_again(
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "build_trainer", building)
-        patch.setattr(command, "_ask", lambda *_: pickle.loads(sides))
+        patch.setattr(certify, "build_trainer", building)
+        patch.setattr(certify, "_ask", lambda *_: pickle.loads(sides))
         try:
             status = main(["certify", str(config), *words])
         finally:

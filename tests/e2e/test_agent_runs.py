@@ -13,9 +13,9 @@ import numpy as np
 import openai
 import pytest
 
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.metrics.report import write_report
+from megatron_rl.report.page import write_report
 from tests.program import Program, forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.data.record import file_of, load_trajectories
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout.finished import _records
+from megatron_rl.rollout.sample_journal import _records
 from tests.e2e.test_recovery import final_tensors
 from tests.e2e.test_train import scheduler_of
 from tests.program import Program

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_rl import evaluate
 from megatron_rl.cli import main
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.trainer import parallel
 from tests.judge_server import Scripted, fenced, nonce_of
 
 

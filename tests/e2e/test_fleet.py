@@ -18,12 +18,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megatron_rl.credentials import bearer
+from megatron_rl.config.credentials import bearer
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout.leftovers import PREFIX
-from megatron_rl.rollout.own_environment import find_python
-from megatron_rl.rollout.server import reserve_port
-from megatron_rl.sync.owner import RELEASED
+from megatron_rl.servers.orphans import PREFIX
+from megatron_rl.servers.own_environment import find_python
+from megatron_rl.servers.server import reserve_port
+from megatron_rl.sync.engines import RELEASED
 from tests import intruder
 from tests.forked_servers import SERVE, serve, supervisors_of
 from tests.http_server import HttpServer

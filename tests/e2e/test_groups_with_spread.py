@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.record import file_of, load_trajectories
-from megatron_rl.environments import build_task
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout.finished import _records
+from megatron_rl.rollout.sample_journal import _records
+from megatron_rl.tasks import build_task
 from tests.program import Program
 
 STEPS, WANTED, SAMPLES, PROMPTS = 3, 5, 3, 400
@@ -37,12 +37,12 @@ def spread(response, answer):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("spread")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward_model.py").write_text(REWARD)
     tree = {
         "steps": STEPS,
         "runs_dir": str(folder / "runs"),
         "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
-        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward.py'}:spread"},
+        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward_model.py'}:spread"},
         "batch": {"prompts_per_step": WANTED, "samples_per_prompt": SAMPLES, "tokens_per_micro_batch": 2000},
         "algorithm": {"entropy_coefficient": 0.01},
         "precision": {"train": "fp32", "rollout": "fp32"},

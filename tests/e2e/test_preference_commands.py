@@ -14,9 +14,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megatron_rl.environments.task import HELD_OUT_SHARE, is_held_out
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.models.hf_folder import read_weights
+from megatron_rl.tasks.task import HELD_OUT_SHARE, is_held_out
 from tests.judge_server import Scripted, fenced, nonce_of
 from tests.program import forked
 from tests.ranks import nearly_ties

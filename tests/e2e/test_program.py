@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 from megatron_rl.cli import main
-from megatron_rl.data.record import file_of, load_trajectories
-from megatron_rl.trainer import parallel
+from megatron_rl.data.trajectory import file_of, load_trajectories
+from megatron_rl.distributed import parallel
 
 FOLLOW_UP = [5, 6, 7]
 PROGRAM = f"""
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.environments import Prompt
+from megatron_rl.tasks import Prompt
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.program import SingleTurn
 

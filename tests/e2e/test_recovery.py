@@ -20,8 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.data.record import file_of, load_trajectories, save_trajectories
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, file_of, load_trajectories, save_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.program import Program

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.data.record import file_of, load_trajectories
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, file_of, load_trajectories
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.trainer import parallel
 from tests.program import forked
 
 K, PER_PROMPT = 56, 2
@@ -25,7 +24,7 @@ def odd(response, answer):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("responses")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward_model.py").write_text(REWARD)
     rng = np.random.default_rng()
     prompts = {f"<{' '.join(map(str, rng.integers(0, 10, 4)))}:" for _ in range(24)}
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "-"}) + "\n" for p in prompts))
@@ -33,7 +32,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
         "name": "sampled",
         "runs_dir": str(folder / "runs"),
         "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers", "--vocab", "64"))},
-        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward.py'}:odd"},
+        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward_model.py'}:odd"},
         "batch": {"prompts_per_step": 12, "samples_per_prompt": 12, "tokens_per_micro_batch": 256},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from tests.program import forked
 

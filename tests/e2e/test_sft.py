@@ -13,11 +13,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.config_file import load_config
-from megatron_rl.environments import build_task
-from megatron_rl.environments.stream import held_out_demonstrations
+from megatron_rl.config.load import load_config
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import build_task
+from megatron_rl.tasks.stream import held_out_demonstrations
 from tests.program import Program, forked
 
 STEPS = 3

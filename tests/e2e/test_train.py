@@ -140,7 +140,7 @@ def test_engine_and_trainer_agree_in_fp32(finished):
 
 
 def test_nothing_was_lost_and_weights_are_the_newest(finished):
-    from megatron_rl.data.record import file_of, load_trajectories
+    from megatron_rl.data.trajectory import file_of, load_trajectories
 
     for step in range(STEPS):
         parts = [load_trajectories(file_of(finished[0] / "rollouts", step, rank)) for rank in range(2)]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
 from tests.e2e.test_train import TIMEOUT, scheduler_of
 from tests.program import Program

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.data.trajectory import file_of, load_trajectories
 from tests.program import forked
 
 STEPS = 2

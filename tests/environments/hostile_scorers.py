@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.environments import isolated
+from megatron_rl.sandbox import isolated
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from megatron_rl.config import AgentConfig
-from megatron_rl.environments.toolbox import Toolbox
+from megatron_rl.tools.toolbox import Toolbox
 
 VALUES = {"number": 2.5, "integer": 2, "string": "x", "boolean": True}
 

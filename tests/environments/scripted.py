@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rl.config_file import build_config
+from megatron_rl.agents.agent import Agents
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt, Task
-from megatron_rl.rollout.agent import Agents
-from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rewards.verify import give_rewards
+from megatron_rl.servers.client import Reply
+from megatron_rl.tasks import Prompt, Task
 from tools.make_tiny_model import text_tokenizer
 
 ONE_PROCESS = SimpleNamespace(

@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import AgentConfig, Config, DataConfig
-from megatron_rl.config_file import load_config
-from megatron_rl.environments import Prompt, build_task, sandbox
-from megatron_rl.environments.build import TASKS
-from megatron_rl.environments.toolbox import TOOLS, Toolbox
-from megatron_rl.environments.tools import ToolError, ToolLost
-from megatron_rl.environments.verifiers import VERIFIERS
+from megatron_rl.config.load import load_config
+from megatron_rl.dialects import DIALECTS, Call, dialect
+from megatron_rl.dialects.harmony_ids import MARKS
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.dialects import DIALECTS, Call, dialect
-from megatron_rl.rollout.dialects.harmony_ids import MARKS
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.tasks import Prompt, build_task
+from megatron_rl.tasks.from_config import TASKS
+from megatron_rl.tasks.verifiers import VERIFIERS
+from megatron_rl.tools.tool import ToolError, ToolLost
+from megatron_rl.tools.toolbox import TOOLS, Toolbox
 from tests.environments.canary import Canary
 from tools.make_tiny_model import text_tokenizer
 
-contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 FORMS = (
     "{}",
     "The answer is {}",

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.agents.agent import Agents, demonstration
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import Prompt, build_task, encode_text
-from megatron_rl.environments.chat import end_of_turn
-from megatron_rl.environments.stream import check_forms
+from megatron_rl.config.load import build_config
+from megatron_rl.dialects import DIALECTS, dialect
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Run
-from megatron_rl.rollout.agent import Agents, demonstration
-from megatron_rl.rollout.dialects import DIALECTS, dialect
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.run.run import Run
+from megatron_rl.tasks import Prompt, build_task, encode_text
+from megatron_rl.tasks.chat import end_of_turn
+from megatron_rl.tasks.stream import check_forms
 from tests.environments.scripted import ONE_PROCESS
 from tools.make_tiny_model import text_tokenizer
 

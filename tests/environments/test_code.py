@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, sandbox
-from megatron_rl.environments.code import passes_tests, program_of
 from megatron_rl.errors import UserError
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.tasks import build_task
+from megatron_rl.verifiers.code import passes_tests, program_of
 
-contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 PROMPT = "def double(x):\n    '''Doubles.'''\n"
 TESTS = "assert double(3) == 6\nassert double('a') == 'aa'"
 
@@ -66,7 +67,7 @@ def test_a_task_of_programs(tmp_path):
 
 def test_a_machine_that_cannot_contain_programs_refuses(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     with pytest.raises(
         UserError, match="config: data.verifier: code: programs cannot be contained here.*apt-get install"
     ):

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_rl.environments import sandbox
-from megatron_rl.environments.code import MOST_BLOCKS, blocks_of, last_block, passes_tests, program_of, read_tests
-from megatron_rl.environments.code import tests_of_row as of_row
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.verifiers.code import MOST_BLOCKS, blocks_of, last_block, passes_tests, program_of, read_tests
+from megatron_rl.verifiers.code import tests_of_row as of_row
 
-contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
 ASSERTS = ["assert double(3) == 6", "assert double([1]) == [1, 1]", "assert 'aa' == double('a')"]
 CHECK = {

@@ -12,16 +12,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_rl.agents.agent import Agents
 from megatron_rl.config import DataConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt, build_task
-from megatron_rl.environments.stream import check_forms
-from megatron_rl.environments.task import HELD_OUT_SHARE, is_held_out
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents
 from megatron_rl.rollout.demonstrations import row_of
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import Prompt, build_task
+from megatron_rl.tasks.stream import check_forms
+from megatron_rl.tasks.task import HELD_OUT_SHARE, is_held_out
 from tests.environments.scripted import ONE_PROCESS
 from tools.make_tiny_model import text_tokenizer
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from scripted import ONE_PROCESS, play
 
+from megatron_rl.agents.agent import Agents
+from megatron_rl.checks.keys import check_demonstrations
 from megatron_rl.config import DataConfig, DemonstrationsConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import TopLogProbs
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt, PromptStream, build_task
-from megatron_rl.environments.stream import demonstrations, held_out_demonstrations
 from megatron_rl.errors import UserError
-from megatron_rl.launch.demonstration_checks import check_demonstrations
-from megatron_rl.metrics.responses import write_responses
 from megatron_rl.models.hf_folder import vocabulary_digest
-from megatron_rl.rollout.agent import Agents
+from megatron_rl.report.samples import write_responses
 from megatron_rl.rollout.demonstrations import best_of, light, problem_of, row_of, samples_of, summary
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import Prompt, PromptStream, build_task
+from megatron_rl.tasks.stream import demonstrations, held_out_demonstrations
 from tools.make_tiny_model import numbers_tokenizer, text_tokenizer
 
 TOKENIZER = text_tokenizer(512)

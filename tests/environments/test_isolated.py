@@ -8,9 +8,10 @@ import json
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, isolated
-from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
+from megatron_rl.sandbox import isolated
+from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
+from megatron_rl.tasks import build_task
 from tests.environments.canary import Canary
 from tests.environments.hostile_scorers import ODD, TRIES
 

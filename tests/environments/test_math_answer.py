@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task
-from megatron_rl.environments.math_answer import clean, math_answer, numbers_in
-from megatron_rl.environments.math_verifier import compare_math, expected
-from megatron_rl.environments.number_answer import read_number
+from megatron_rl.tasks import build_task
+from megatron_rl.verifiers.math import compare_math, expected
+from megatron_rl.verifiers.math_answer import clean, math_answer, numbers_in
+from megatron_rl.verifiers.numbers import read_number
 
 QUESTION = "What is 9 + 11?"
 

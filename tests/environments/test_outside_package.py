@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, combine
 from megatron_rl.errors import UserError
+from megatron_rl.tasks import build_task, combine
 
 VERIFIERS = """
 import time
@@ -43,7 +43,7 @@ def one_argument(response):
 number = 3
 """
 TASK = """
-from megatron_rl.environments import Prompt, Task
+from megatron_rl.tasks import Prompt, Task
 
 class Reversal(Task):
     name = "reversal"
@@ -166,7 +166,7 @@ def test_a_task_from_outside(folder):
     ("name", "message"),
     [
         ("{}/tasks.py:Reversl", "tasks.py has no 'Reversl'; did you mean 'Reversal'"),
-        ("{}/tasks.py:Other", "Other gives Other, not a megatron_rl.environments.Task"),
+        ("{}/tasks.py:Other", "Other gives Other, not a megatron_rl.tasks.Task"),
         (
             "{}/tasks.py:one_argument",
             r"cannot be made from \(data, demonstrations\): too many positional",

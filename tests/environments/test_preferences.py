@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.agents.agent import Agents, demonstration
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import Judged, Preference, Prompt, PromptStream, Step, Task, build_task
-from megatron_rl.environments.preference_rows import FilePreferences
-from megatron_rl.environments.stream import held_out_comparisons
-from megatron_rl.environments.task import HELD_OUT_SHARE
+from megatron_rl.config.load import build_config
+from megatron_rl.dialects.harmony_ids import MARKS
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents, demonstration
-from megatron_rl.rollout.dialects.harmony_ids import MARKS
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import Judged, Preference, Prompt, PromptStream, Step, Task, build_task
+from megatron_rl.tasks.preference_rows import FilePreferences
+from megatron_rl.tasks.stream import held_out_comparisons
+from megatron_rl.tasks.task import HELD_OUT_SHARE
 from tests.conftest import REPOSITORY
 from tests.environments.scripted import ONE_PROCESS
 from tools.make_tiny_model import numbers_tokenizer, text_tokenizer
@@ -90,7 +90,7 @@ def read(tmp_path, row, **data):
 @pytest.fixture(autouse=True)
 def none_is_held_out(monkeypatch):
     """Tests have few rows."""
-    monkeypatch.setattr("megatron_rl.environments.task.HELD_OUT_SHARE", 0.0)
+    monkeypatch.setattr("megatron_rl.tasks.task.HELD_OUT_SHARE", 0.0)
 
 
 def plain(task, tokenizer=TEXT):
@@ -380,7 +380,7 @@ def test_rows_are_of_one_kind(tmp_path, first, other):
 
 
 def test_all_comparisons_of_a_prompt_are_on_one_side(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.environments.task.HELD_OUT_SHARE", HELD_OUT_SHARE)
+    monkeypatch.setattr("megatron_rl.tasks.task.HELD_OUT_SHARE", HELD_OUT_SHARE)
     rng = random.Random()
     rows = [{"prompt": f"q{i % 100}", "chosen": f"good {i}", "rejected": "bad"} for i in range(400)]
     rng.shuffle(rows)

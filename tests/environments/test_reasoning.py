@@ -10,9 +10,10 @@ import warnings
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, isolated, reasoning
-from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
+from megatron_rl.sandbox import isolated
+from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
+from megatron_rl.tasks import build_task, reasoning_gym
 from tests.environments.canary import PAYLOADS, Canary
 
 pytestmark = pytest.mark.skipif(bool(isolated.problem()), reason=isolated.problem() or "isolated")
@@ -28,7 +29,7 @@ EVALUATING = {
     *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
 }
 """Data sets whose scorers evaluate texts. The versions are pinned: a new one is seen here."""
-NAMES = sorted(reasoning._registry().keys() - {"composite"})
+NAMES = sorted(reasoning_gym._registry().keys() - {"composite"})
 POISON = (
     "exec('import importlib; c = importlib.import_module({module!r}).{kind}; c.score_answer = lambda s, a, e: 1.0')",
     "[setattr(__import__('sys').modules[{module!r}].{kind}, 'score_answer', lambda s, a, e: 1.0)]",
@@ -39,7 +40,7 @@ POISON = (
 
 @pytest.fixture(scope="module")
 def scorers():
-    pool = WorkerPool(f"{reasoning.__name__}:score_isolated", timeout_s=60.0, imports=["reasoning_gym"], size=1)
+    pool = WorkerPool(f"{reasoning_gym.__name__}:score_isolated", timeout_s=60.0, imports=["reasoning_gym"], size=1)
     yield pool
     pool.close()
 
@@ -49,7 +50,7 @@ def entries():
     """The first entry of each data set."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: reasoning._dataset(name, "{}", 10, 1)[0] for name in NAMES}
+        return {name: reasoning_gym._dataset(name, "{}", 10, 1)[0] for name in NAMES}
 
 
 def scored(pool, entries, calls: list[tuple[str, str]]) -> list[float]:
@@ -65,7 +66,7 @@ def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_p
     with Canary(tmp_path) as canary:
         hostile = []
         for name in NAMES:
-            kind = reasoning._registry()[name][0]
+            kind = reasoning_gym._registry()[name][0]
             poison = rng.choice(POISON).format(module=kind.__module__, kind=kind.__name__)
             hostile += [(name, poison)] if name in EVALUATING else []
             hostile += [(name, rng.choice(canary.texts()))]
@@ -78,7 +79,7 @@ def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_p
         assert {call: scores for call, scores in seen.items() if len(scores) > 1} == {}
         assert not canary.signs()
     for name in NAMES:
-        assert seen[name, "#?!"] <= {0.0, 0.01, 0.02, 0.05} or name in reasoning.REFUSED
+        assert seen[name, "#?!"] <= {0.0, 0.01, 0.02, 0.05} or name in reasoning_gym.REFUSED
     # rush_hour, rubiks_cube and the like have no answer of their own to compare with
     full = {name for name, text in right if seen[name, text] == {1.0}}
     assert len(full) > 0.85 * len(NAMES) and full >= EVALUATING
@@ -87,15 +88,15 @@ def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_p
 @pytest.mark.parametrize("name", sorted(EVALUATING))
 def test_a_scorer_that_evaluates_is_given_values_alone(name, tmp_path, entries):
     """Here without the isolation, which would hold as well."""
-    kind = reasoning._registry()[name][0]
-    assert reasoning._evaluates(kind)
+    kind = reasoning_gym._registry()[name][0]
+    assert reasoning_gym._evaluates(kind)
     with Canary(tmp_path) as canary:
         hostile = [
             *canary.texts("python", "sympy"),
             *(p.format(module=kind.__module__, kind=kind.__name__) for p in POISON),
         ]
         for text in canary.texts():
-            assert reasoning.score(name, "{}", entries[name], text)["score"] <= 0.05
+            assert reasoning_gym.score(name, "{}", entries[name], text)["score"] <= 0.05
         for text in hostile:
             for form in (
                 text,
@@ -106,13 +107,13 @@ def test_a_scorer_that_evaluates_is_given_values_alone(name, tmp_path, entries):
                 f"{text} + x",
                 f"[[0, {text}]]",
             ):
-                assert not reasoning.is_plain(form), form
-                assert reasoning.score(name, "{}", entries[name], form)["score"] == 0.0
+                assert not reasoning_gym.is_plain(form), form
+                assert reasoning_gym.score(name, "{}", entries[name], form)["score"] == 0.0
         assert not canary.signs()
 
 
 def test_the_scorers_that_evaluate_are_known():
-    assert {name for name in NAMES if reasoning._evaluates(reasoning._registry()[name][0])} == EVALUATING
+    assert {name for name in NAMES if reasoning_gym._evaluates(reasoning_gym._registry()[name][0])} == EVALUATING
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_the_scorers_that_evaluate_are_known():
     ],
 )
 def test_answers_that_scorers_know_are_values(text):
-    assert reasoning.is_plain(text)
+    assert reasoning_gym.is_plain(text)
 
 
 CALLS = (
@@ -162,10 +163,10 @@ OTHERS = (
 
 @pytest.mark.parametrize("text", [*CALLS, *OTHERS, "9" * 5000])
 def test_what_could_do_more_is_none(text):
-    assert not reasoning.is_plain(text)
+    assert not reasoning_gym.is_plain(text)
 
 
-@pytest.mark.parametrize("name", sorted(reasoning.REFUSED))
+@pytest.mark.parametrize("name", sorted(reasoning_gym.REFUSED))
 def test_data_sets_that_pay_for_anything_are_refused_by_name(name):
     with pytest.raises(UserError, match=rf"^config: data.task: reasoning_gym:{name}: .*choose another data set$"):
         build_task(DataConfig(task=f"reasoning_gym:{name}"))
@@ -173,7 +174,7 @@ def test_data_sets_that_pay_for_anything_are_refused_by_name(name):
 
 @pytest.mark.parametrize(("text", "paid"), [("0", 1.0), ("nan", 0.5), ("?!", 0.2)])
 def test_a_data_set_that_pays_for_rubbish_is_refused(monkeypatch, text, paid):
-    kind = reasoning._registry()["chain_sum"][0]
+    kind = reasoning_gym._registry()["chain_sum"][0]
     monkeypatch.setattr(kind, "score_answer", lambda self, answer, entry: paid if answer == text else 0.0)
     with pytest.raises(UserError, match=rf"the scorer of reasoning_gym:chain_sum pays {paid:g} for rubbish"):
         build_task(DataConfig(task="reasoning_gym:chain_sum"))
@@ -181,7 +182,7 @@ def test_a_data_set_that_pays_for_rubbish_is_refused(monkeypatch, text, paid):
 
 def test_what_depends_on_the_question_is_no_rubbish(monkeypatch):
     """A share for an answer that is near, or one that is right now and then."""
-    kind = reasoning._registry()["chain_sum"][0]
+    kind = reasoning_gym._registry()["chain_sum"][0]
     monkeypatch.setattr(
         kind, "score_answer", lambda self, answer, entry: float(answer == "0" and "1" in entry["answer"])
     )

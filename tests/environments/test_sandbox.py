@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments import sandbox
-from megatron_rl.environments.sandbox import run_python
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.sandbox.bubblewrap import run_python
 
-pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
 LIMITS = {"timeout_s": 3.0, "memory_mb": 256, "output_bytes": 4096}
 PATIENT = {**LIMITS, "timeout_s": 40.0}
@@ -114,7 +114,7 @@ def test_what_is_stopped(name):
     limits = LIMITS if "timeout" in reason else PATIENT
     found = run_python(code, **limits)
     assert found.reason in reason.split(), found
-    assert time.monotonic() - begun < limits["timeout_s"] + sandbox.END_S + 60, "programs sleep for 600 s"
+    assert time.monotonic() - begun < limits["timeout_s"] + bubblewrap.END_S + 60, "programs sleep for 600 s"
     assert len(found.stdout) <= LIMITS["output_bytes"] and len(found.stderr) <= LIMITS["output_bytes"]
 
 
@@ -127,7 +127,7 @@ def test_the_program_is_the_first_process_and_has_the_limits():
     hard = {line[:25].strip(): line[26:].split()[1] for line in limits.splitlines()[1:] if line}
     assert hard["Max cpu time"] == str(int(PATIENT["timeout_s"]) + 2)
     assert hard["Max address space"] == str(PATIENT["memory_mb"] * 2**20)
-    assert hard["Max file size"] == str(sandbox.TMP_BYTES) and hard["Max processes"] == str(sandbox.PROCESSES)
+    assert hard["Max file size"] == str(bubblewrap.TMP_BYTES) and hard["Max processes"] == str(bubblewrap.PROCESSES)
     assert hard["Max open files"] == "64" and hard["Max core file size"] == hard["Max locked memory"] == "0"
 
 
@@ -139,7 +139,7 @@ def test_a_program_with_a_nul_is_an_error():
 
 
 def test_it_is_contained_without_a_control_group_too(monkeypatch):
-    monkeypatch.setattr(sandbox.cgroup, "make", lambda *limits: None)
+    monkeypatch.setattr(bubblewrap.cgroup, "make", lambda *limits: None)
     assert run_python("print(1)", **PATIENT).stdout == "1\n"
     assert run_python("x = [0] * 10**9", **PATIENT).reason == "memory"
 
@@ -169,8 +169,8 @@ def test_processes_in_the_background_end_with_it():
 def test_the_end_reaches_what_has_left_the_group(monkeypatch):
     """As bubblewrap's first process does for a moment: it has a session of its own, and does not yet die with its parent."""
     inner = "setsid sh -c 'echo $$; exec sleep 600' & wait"
-    monkeypatch.setattr(sandbox, "_command", lambda *a, **k: ["/bin/sh", "-c", inner])
-    container = sandbox.Container(b"", cpu_s=1, memory_mb=256)
+    monkeypatch.setattr(bubblewrap, "_command", lambda *a, **k: ["/bin/sh", "-c", inner])
+    container = bubblewrap.Container(b"", cpu_s=1, memory_mb=256)
     pid = int(container.process.stdout.readline())
     try:
         container.kill()
@@ -227,7 +227,7 @@ def test_no_start_copies_the_page_tables_of_a_large_process(monkeypatch):
         made.append(settings)
         return plain(command, **settings)
 
-    monkeypatch.setattr(sandbox.subprocess, "Popen", popen)
+    monkeypatch.setattr(bubblewrap.subprocess, "Popen", popen)
     assert run_python("print(1)").stdout == "1\n"
     [settings] = made
     assert not settings.keys() & {"user", "group", "extra_groups", "umask", "preexec_fn"}
@@ -238,32 +238,32 @@ def test_a_machine_that_contains_nothing_refuses(monkeypatch, tmp_path):
     bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     bwrap.chmod(0o755)
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/nonexistent/bwrap" if name == "bwrap" else None)
-    monkeypatch.setattr(sandbox, "_disable_userns", lambda bwrap: True)
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: "/nonexistent/bwrap" if name == "bwrap" else None)
+    monkeypatch.setattr(bubblewrap, "_disable_userns", lambda bwrap: True)
     assert run_python("print(1)").reason == "refused"
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     found = run_python("print(1)")
     assert found.reason == "refused" and "apt-get install bubblewrap" in found.stderr and found.stdout == ""
-    assert "agent.mcp_servers" in sandbox.problem()
+    assert "agent.mcp_servers" in bubblewrap.problem()
     for parent in (tmp_path, *tmp_path.parents[:3]):
         if not os.access(parent, os.X_OK) or subprocess.run(["true"], check=False).returncode:
             return
     monkeypatch.setattr(
-        sandbox, "_command", lambda *a, **k: ["/bin/sh", "-c", "echo 'bwrap: no namespaces' >&2; exit 1"]
+        bubblewrap, "_command", lambda *a, **k: ["/bin/sh", "-c", "echo 'bwrap: no namespaces' >&2; exit 1"]
     )
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/sh")
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: "/bin/sh")
     found = run_python("print(1)")
     assert found.reason == "refused" and "contains nothing here: bwrap: no namespaces" in found.stderr
-    assert "user namespaces" in sandbox.problem()
+    assert "user namespaces" in bubblewrap.problem()
 
 
 def test_a_leak_is_seen(monkeypatch):
-    whole = sandbox._command
+    whole = bubblewrap._command
 
     def leaking(*arguments, **limits):
         command = whole(*arguments, **limits)
         at = command.index("--proc")
         return [*command[:at], "--ro-bind", "/etc", "/etc", *command[at:]]
 
-    monkeypatch.setattr(sandbox, "_command", leaking)
-    assert "leaks" in sandbox.problem() or "contained" in sandbox.problem()
+    monkeypatch.setattr(bubblewrap, "_command", leaking)
+    assert "leaks" in bubblewrap.problem() or "contained" in bubblewrap.problem()

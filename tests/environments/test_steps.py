@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.environments.steps import encode_steps, last_tokens, steps_of
+from megatron_rl.tasks.preferences import encode_steps, last_tokens, steps_of
 
 SEPARATORS = ("\n", "\n\n", " ки", "<step>", ".")
 

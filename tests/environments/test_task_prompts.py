@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.environments import PromptStream, build_task, combine, encode_text, fitting
-from megatron_rl.environments.procedural import HELD_OUT_SHARE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, is_held_out
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import PromptStream, build_task, combine, encode_text, fitting
+from megatron_rl.tasks.procedural import GENERATED_HELD_OUT_SHARE, ProceduralPrompts
+from megatron_rl.tasks.task import Prompt, is_held_out
 
 WORDS = ["<bos>", "<eos>", "<unk>", "<", ">", ":", *map(str, range(20)), "user", "assistant", "hello"]
 
@@ -131,7 +131,7 @@ def test_too_few_different_questions_is_an_error():
     def generate(block, index):
         return Prompt(f"only:{block}:{index}", "the only question")
 
-    other = "train" if is_held_out("the only question", HELD_OUT_SHARE) else "eval"
+    other = "train" if is_held_out("the only question", GENERATED_HELD_OUT_SHARE) else "eval"
     with pytest.raises(UserError, match="too few different questions"):
         ProceduralPrompts(generate, other, 10)[0]
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.environments import Prompt, PromptStream, Task, build_task
-from megatron_rl.environments.stream import held_out_demonstrations
-from megatron_rl.environments.text import NO_TEXT, bytes_of, encode_text
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import Prompt, PromptStream, Task, build_task
+from megatron_rl.tasks.chat import NO_TEXT, bytes_of, encode_text
+from megatron_rl.tasks.stream import held_out_demonstrations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from make_tiny_model import numbers_tokenizer, text_tokenizer

@@ -16,14 +16,13 @@ from typing import override
 import pytest
 
 from megatron_rl.config import AgentConfig
-from megatron_rl.environments import sandbox
-from megatron_rl.environments.calculator import calculate
-from megatron_rl.environments.environment import Environment
-from megatron_rl.environments.search import Search
-from megatron_rl.environments.toolbox import Toolbox
-from megatron_rl.environments.tools import Tool, ToolError, ToolLost, check_arguments, shorten
+from megatron_rl.dialects import Call, Parsed
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.dialects import Call, Parsed
+from megatron_rl.sandbox import bubblewrap
+from megatron_rl.tools.calculator import calculate
+from megatron_rl.tools.search import Search
+from megatron_rl.tools.tool import Tool, ToolError, ToolLost, check_arguments, shorten
+from megatron_rl.tools.toolbox import Environment, Toolbox
 
 OWN = '''
 def double(number: int) -> int:
@@ -385,7 +384,7 @@ def test_errors_are_no_longer_than_results(toolbox):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+@pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
     """Six loops take longer together than one call may: each is the model's fault, and none the tool's."""
     box = Toolbox(AgentConfig(tools=["python"], tool_options={"python": {"timeout_s": 2.0}}, tool_timeout_s=9.0))
@@ -397,7 +396,7 @@ def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
         box.close()
 
 
-@pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+@pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 def test_variables_stay_between_calls_and_calls_of_one_reply_keep_their_order():
     box = Toolbox(AgentConfig(tools=["python"]))
     box.open()

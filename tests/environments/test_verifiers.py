@@ -13,11 +13,11 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, reasoning
-from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
-from megatron_rl.environments.verifiers import VERIFIERS, exact, extract_answer, number_list, zigzag
+from megatron_rl.dialects import Qwen, ReAct
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.dialects import Qwen, ReAct
+from megatron_rl.metrics.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
+from megatron_rl.tasks import build_task, reasoning_gym
+from megatron_rl.tasks.verifiers import VERIFIERS, exact, extract_answer, number_list, zigzag
 from tools.make_tiny_model import text_tokenizer
 
 TOWER = r"\boxed{9^{9^{9^9}}}"
@@ -231,7 +231,7 @@ def test_reasoning_gym_scorers_that_raise_count_as_zero():
     task = build_task(DataConfig(task="reasoning_gym:prime_factorization", options={"size": 50}))
     entry = task.prompts("train")[0].metadata["entry"]
     scores = [
-        reasoning.score(task.dataset, task.options, entry, text)["score"] for text in ("x * y", "", entry["answer"])
+        reasoning_gym.score(task.dataset, task.options, entry, text)["score"] for text in ("x * y", "", entry["answer"])
     ]
     assert scores == [0.0, 0.0, 1.0]
 

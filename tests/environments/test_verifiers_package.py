@@ -14,13 +14,12 @@ from socket import create_server
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.credentials import RUN_KEY
-from megatron_rl.environments import build_task
-from megatron_rl.environments.event_loop import EventLoop
-from megatron_rl.environments.tools import ToolLost
-from megatron_rl.environments.verifiers_package import WORKER as WORKER_FILE
-from megatron_rl.environments.verifiers_package import Worker, _environment, environment_config
+from megatron_rl.config.credentials import RUN_KEY
 from megatron_rl.errors import UserError
+from megatron_rl.tasks import build_task
+from megatron_rl.tasks.verifiers_package import WORKER as WORKER_FILE
+from megatron_rl.tasks.verifiers_package import Worker, _environment, environment_config
+from megatron_rl.tools.tool import EventLoop, ToolLost
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 
 TASKS = Path(__file__).with_name("verifiers_tasks")

@@ -16,13 +16,13 @@ from pathlib import Path
 import nltk
 import pytest
 
+from megatron_rl.agents.agent import Agents
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task
-from megatron_rl.environments import instruction_checkers as checkers
-from megatron_rl.environments.instructions import follows, listed
-from megatron_rl.environments.verify_if import DRAWN, TURNS
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents
+from megatron_rl.tasks import build_task
+from megatron_rl.tasks.verify_if import DRAWN, TURNS
+from megatron_rl.verifiers import instruction_checkers as checkers
+from megatron_rl.verifiers.instructions import follows, listed
 from tests.environments.instruction_examples import EXAMPLES
 from tests.environments.scripted import play
 
@@ -85,7 +85,7 @@ def test_a_checker_on_its_own_examples(name, request):
 WITH_THIS_DATA = """
 import json, nltk, sys
 nltk.data.path = sys.argv[1:]
-from megatron_rl.environments import instruction_checkers as checkers
+from megatron_rl.tasks import instruction_checkers as checkers
 from tests.environments.instruction_examples import EXAMPLES
 followed = [name for name, (arguments, good, _) in EXAMPLES.items() if checkers.follow(good, name, arguments)[0]]
 print(json.dumps([followed, {name: checkers.lacking(name) for name in EXAMPLES}]))

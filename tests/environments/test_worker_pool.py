@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments import worker_pool
-from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
+from megatron_rl.sandbox import worker_pool
+from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_worker_that_cannot_start_is_an_error():
 def test_busy_workers_end_when_their_parent_is_killed():
     program = (
         "import threading\n"
-        "from megatron_rl.environments.worker_pool import WorkerPool\n"
+        "from megatron_rl.sandbox.worker_pool import WorkerPool\n"
         "pool = WorkerPool('builtins:eval', timeout_s=600, size=1)\n"
         "print(*pool.map([('__import__(\"os\").getpid()',)]), flush=True)\n"
         "pool.map([('__import__(\"time\").sleep(600)',)])\n"
@@ -199,7 +199,7 @@ def test_a_signal_to_the_process_group_leaves_results_right(module, number):
     folder = module.parent
     program = (
         "import signal\n"
-        "from megatron_rl.environments.worker_pool import WorkerPool\n"
+        "from megatron_rl.sandbox.worker_pool import WorkerPool\n"
         f"signal.signal({int(number)}, lambda *_: print('asked to stop', flush=True))\n"
         f"pool = WorkerPool({f'{module}:double'!r}, timeout_s=60, size=2)\n"
         f"print(pool.map([({str(folder)!r}, n) for n in range(4)]), flush=True)\n"

@@ -122,7 +122,7 @@ def main() -> None:
     import logging
 
     from megatron_rl.errors import UserError
-    from megatron_rl.rollout.own_environment import find_python
+    from megatron_rl.servers.own_environment import find_python
     from tools.make_tiny_model import FAMILIES
 
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -27,15 +27,16 @@ from programs import WITHOUT_FLASH_ATTENTION_3, figures, run
 from test_3_models import differences
 
 from benchmarks import slices
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.models import delayed_scaling
-from megatron_rl.models.fake_quant import FakeQuantizer
+from megatron_rl.distributed import parallel
+from megatron_rl.models import fp8
+from megatron_rl.models.experts import FakeQuantizer
 from megatron_rl.models.parallel_check import expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, this_machine, trainer_recipes
-from megatron_rl.rollout.routes import EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import checkpoint, parallel
+from megatron_rl.run.update_hooks import update_hooks
+from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.objective import LogProbs
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.routing.replays import random_routes
@@ -307,7 +308,7 @@ def test_fp8_log_probs(name, routed, models, monkeypatch, record_property):
 
 def remembered(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Scales and amaxes of the forward and the backward, by module."""
-    found = delayed_scaling.remembered(trainer.chunks)
+    found = fp8.remembered(trainer.chunks)
     return {
         f"{module} {key} {what}": tensor
         for module, one in found.items()
@@ -349,7 +350,7 @@ def test_scoring_leaves_the_scales(models, record_property):
     before = remembered(trainer)
     trainer.compute_log_probs(batches)
     assert changed(before, remembered(trainer)) == 0
-    with delayed_scaling.amaxes_kept(trainer.chunks), torch.no_grad():  # inside, what Transformer Engine does by itself
+    with fp8.amaxes_kept(trainer.chunks), torch.no_grad():  # inside, what Transformer Engine does by itself
         nobody: list[None] = [None] * len(batches)
         trainer._run_once(trainer.chunks, batches, nobody, LogProbs(), support=trainer.support, forward_only=True)
         moved = changed(before, remembered(trainer))
@@ -524,7 +525,7 @@ def name_of(*parts: str) -> str:
 @pytest.fixture(scope="module")
 def engines(models, tmp_path_factory) -> Iterator[Runs]:
     from megatron_rl.errors import UserError
-    from megatron_rl.rollout.own_environment import find_python
+    from megatron_rl.servers.own_environment import find_python
 
     try:
         find_python()

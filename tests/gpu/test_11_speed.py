@@ -18,11 +18,11 @@ import torch
 from megatron.core import utils as megatron_utils
 
 from megatron_rl.models.experts import GroupedExperts, Groups, _GroupedLinear
-from megatron_rl.ops import grouped_products, linear_log_probs, masked_log_softmax
+from megatron_rl.ops import linear_log_probs, masked_log_softmax, matmuls
 from megatron_rl.ops import masked_log_softmax_torch as plain
 from megatron_rl.ops.extensions import masked_log_softmax as compiled
-from megatron_rl.ops.head_products import HeadGradients, scaled, token_chunks
 from megatron_rl.ops.masked_log_softmax import check_targets, masked_log_softmax_reference
+from megatron_rl.ops.matmuls import HeadGradients, scaled, token_chunks
 from megatron_rl.platform.megatron import gradients
 
 BF16 = torch.bfloat16
@@ -124,7 +124,7 @@ class Experts:
         self.biases = [normal(experts, out).requires_grad_() if biased else None for out, _ in self.shapes]
         self.scales = [None, torch.rand(rows, 1, device=device).requires_grad_() if biased else None]
         self.groups = {
-            "now": Groups(self.counts, grouped_products.ends_of(self.counts, device)),
+            "now": Groups(self.counts, matmuls.ends_of(self.counts, device)),
             "former": Groups(self.counts, None),
         }
 
@@ -183,7 +183,7 @@ class Experts:
 def test_experts_of_a_layer(model, device, floor, record_property):
     experts = Experts(model, device)
     if device.type == "cuda":
-        assert grouped_products.served(experts.inputs[0], len(experts.counts))
+        assert matmuls.served(experts.inputs[0], len(experts.counts))
     found = {way: experts.both(way) for way in experts.groups}
     errors = {way: experts.errors(tensors) for way, tensors in found.items()}
     record_property("errors", errors)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.own_environment import cuda_tools, find_python
+from megatron_rl.servers.own_environment import cuda_tools, find_python
 
 
 def test_the_kernels_were_built_for_this_gpu(cuda):
@@ -62,7 +62,7 @@ def test_an_engine_finds_its_libraries_and_gives_its_memory_back(cuda, record_pr
 def test_a_group_of_one_over_nccl(device):
     """As a run starts it: torch.distributed, Megatron's parallel state, a collective on the device and one on the host."""
     from megatron_rl.config import ParallelConfig
-    from megatron_rl.trainer import parallel
+    from megatron_rl.distributed import parallel
 
     ranks = parallel.initialize(ParallelConfig(), seed=0)
     try:

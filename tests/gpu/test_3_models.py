@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.ops import linear_log_probs
-from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.masked_log_softmax import KeptTokens
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
-from megatron_rl.trainer import checkpoint, parallel
+from megatron_rl.trainer import checkpoint
 from tests.routing import replays
 from tests.trainer import layouts
 from tools.make_tiny_model import FAMILIES

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.sync.tensor import TensorTransport
+from megatron_rl.sync.transport import Bucket
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 REPOSITORY = Path(__file__).resolve().parents[2]

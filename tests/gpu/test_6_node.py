@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.models.precision import this_machine, trainer_recipes
-from megatron_rl.rollout.own_environment import find_python
+from megatron_rl.servers.own_environment import find_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -37,11 +37,11 @@ import pytest
 import torch
 from programs import REPOSITORY, WITHOUT_FLASH_ATTENTION_3, RunFailed, Running, Served, figures, tail
 
-from megatron_rl.data.record import load_trajectories
-from megatron_rl.environments import Prompt
-from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.data.trajectory import load_trajectories
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.servers.client import SGLangClient
+from megatron_rl.tasks import Prompt
 
 pytestmark = pytest.mark.timeout(560)  # each run has a limit of its own
 

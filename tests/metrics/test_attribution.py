@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ranks import nearly_ties, run_ranks
 
 from megatron_rl.algorithms.segments import Segments
+from megatron_rl.attribute import routed_otherwise
 from megatron_rl.metrics import attribution
-from megatron_rl.metrics.attribute import routed_otherwise
 from megatron_rl.metrics.attribution import Attribution, Source
-from megatron_rl.metrics.report import write_report
 from megatron_rl.models.precision import Machine
+from megatron_rl.report.page import write_report
 from tests.metrics.page import Page
 
 RHO = 0.5
@@ -34,14 +34,14 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
 
     from transformers import AutoModelForCausalLM
 
-    from megatron_rl.config_file import build_config
+    from megatron_rl.algorithms.sampling_support import SamplingSupport
+    from megatron_rl.attribute import attribute
+    from megatron_rl.config.load import build_config
     from megatron_rl.data.sequence import Sequence
     from megatron_rl.data.trajectory import Trajectory, WeightSpan
-    from megatron_rl.metrics.attribute import attribute
+    from megatron_rl.distributed import parallel
+    from megatron_rl.hooks.routing_replay import RoutingReplay
     from megatron_rl.models.attention import CoreAttention
-    from megatron_rl.rollout.sampling import SamplingSupport
-    from megatron_rl.routing.hook import Routes
-    from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
 
     def config(precision, source="none"):
@@ -72,7 +72,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     def score(routes=None, min_p=0.0, gates=None):
         """(log-probs, own routes) of each sequence, one micro-batch each."""
         trainer.support = SamplingSupport(min_p=min_p)
-        hooks = [Routes("none" if routes is None else "r3", gates=gates is not None)]
+        hooks = [RoutingReplay("none" if routes is None else "r3", gates=gates is not None)]
         found = []
         for i, sequence in enumerate(tokens):
             sample = Sequence.demonstration(sequence[:2].tolist(), sequence[2:].tolist())

@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from megatron_rl.metrics.flops import PEAK_TFLOPS, attended_pairs, forward_flops, layer_windows, sequence_flops
-from megatron_rl.metrics.hardware import per_second
 from megatron_rl.metrics.reduce import figures, merge
+from megatron_rl.models.flops import PEAK_TFLOPS, attended_pairs, forward_flops, layer_windows, sequence_flops
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.models.sizes import Shape
+from megatron_rl.models.shape import Shape
+from megatron_rl.report.hardware import per_second
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", "llama")
 TOKENS = 40

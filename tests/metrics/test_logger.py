@@ -16,7 +16,7 @@ import torch
 from megatron_rl.config import Config, LoggingConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import STANDARD, RunLogger, read_json_lines
-from megatron_rl.rollout.server import reserve_port
+from megatron_rl.servers.server import reserve_port
 
 CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False))
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.metrics import mismatch
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.runlog import by_probability, probability_bound
+from megatron_rl.report.page import write_report
+from megatron_rl.report.run_folder import by_probability, probability_bound
 from tests.metrics.page import Page
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
 from megatron_rl.metrics.reduce import figures
+from megatron_rl.report.mismatch_metrics import mismatch_metrics
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Totals
 from megatron_rl.trainer.trainer import Update
 

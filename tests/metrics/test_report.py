@@ -12,15 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_rl.cli import main
 from megatron_rl.config import Config
-from megatron_rl.config_file import to_yaml
+from megatron_rl.config.load import to_yaml
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import vega
-from megatron_rl.metrics.charts import SECTIONS
 from megatron_rl.metrics.logger import STANDARD, RunLogger
 from megatron_rl.metrics.mismatch import BELOW
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.summary import before_after, compared
-from megatron_rl.metrics.vega import MOST_ROWS
+from megatron_rl.report import charts as vega
+from megatron_rl.report.charts import MOST_ROWS, SECTIONS
+from megatron_rl.report.page import write_report
+from megatron_rl.report.run_folder import before_after, compared
 from tests.metrics.page import Page
 
 NASTY = '</script><script>document.title="owned"</script><!-- <b>\u2028"quoted" & \\'

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from examples.curves import Panel, write_curves, write_svg
-from megatron_rl.metrics import vega
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.runlog import deviation_tails, heat_map, mean
+from megatron_rl.report import charts
+from megatron_rl.report.page import write_report
+from megatron_rl.report.run_folder import deviation_tails, heat_map, mean
 from tests.metrics.page import Page
 from tests.metrics.test_report import NASTY
 from tests.metrics.test_report import write_lines as write_run
@@ -194,9 +194,9 @@ def test_curves_are_smoothed_by_a_running_mean(tmp_path):
 
 
 def test_nothing_below_one_reads_as_one():
-    texts = [vega.cell_text(value, kl=False) for value in (1.0, 0.9996, 0.25, 0.0)]
+    texts = [charts.cell_text(value, kl=False) for value in (1.0, 0.9996, 0.25, 0.0)]
     assert texts == ["1", ".999", ".250", "0"]
-    assert [vega.cell_text(value, kl=True) for value in (0.0, 0.01234, 1.234e-5)] == ["0", "0.012", "1.2e-5"]
+    assert [charts.cell_text(value, kl=True) for value in (0.0, 0.01234, 1.234e-5)] == ["0", "0.012", "1.2e-5"]
 
 
 def fills(tmp_path: Path, metric: str, values: dict[int, float]) -> dict[int, str]:
@@ -234,7 +234,7 @@ def test_bars_stand_for_powers_of_ten(tmp_path):
     first, second, other = sorted(bars, key=lambda m: -m["height"])
     assert first["height"] - second["height"] == pytest.approx(second["height"] - other["height"], abs=0.2)
     assert other["height"] > 0 and first["fill"] == second["fill"] != other["fill"]
-    assert page.charts["Deviation tails"]["legend"] == [["a", vega.color(0)], ["c", vega.color(2)]]
+    assert page.charts["Deviation tails"]["legend"] == [["a", charts.color(0)], ["c", charts.color(2)]]
 
 
 def test_a_browser_draws_the_routing_pictures(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.metrics.logger import METRICS_FILE
-from megatron_rl.metrics.status import clock, status_of
+from megatron_rl.report.status import clock, status_of
 
 STEPS = 40
 
@@ -69,7 +69,7 @@ def test_a_run_that_runs(tmp_path, capsys):
     attempt.mkdir(parents=True)
     (folder / "sglang.log").touch()
     hold = (
-        "import sys; from pathlib import Path; from megatron_rl.launch.run_lock import lock;"
+        "import sys; from pathlib import Path; from megatron_rl.run.run_lock import lock;"
         f"file = lock(Path({str(folder)!r})); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", hold]

@@ -13,13 +13,13 @@ from ranks import refusing_ties, without_ties
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.cli import main
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
 from megatron_rl.models.peft_folder import read_folder
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 ALL = ["*.self_attention.linear_*", "*.mlp.*linear_fc*", "*.mlp.router.*"]

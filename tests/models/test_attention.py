@@ -16,9 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from ranks import run_ranks
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention
+from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, rotate_packed
 from megatron_rl.models.packed import TokenPlaces
-from megatron_rl.models.rotary import rotate_packed
 from megatron_rl.models.spec import layer_spec
 
 

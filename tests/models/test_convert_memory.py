@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models import convert, stream
+from megatron_rl.models import convert, streamed_convert
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 ALONE = ParallelConfig()
@@ -51,8 +51,8 @@ def assert_same_bits(folder: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_model_is_never_whole_in_memory(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "READ_BYTES", READ)
-    monkeypatch.setattr(stream, "SHARD_BYTES", FILE)
+    monkeypatch.setattr(streamed_convert, "READ_BYTES", READ)
+    monkeypatch.setattr(streamed_convert, "STREAMED_SHARD_BYTES", FILE)
     tiny = make_tiny_model(family, tmp_path / "tiny", sizes=Sizes(layers=1), dtype=torch.bfloat16)
     for source, out in (tiny, "tiny.checkpoint"), (tmp_path / "tiny.checkpoint", "tiny.back"):
         convert.convert(source, tmp_path / out, ALONE)  # imports what is imported when it is needed

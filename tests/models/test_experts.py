@@ -12,10 +12,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from ranks import run_ranks
 
-from megatron_rl.launch.memory import GPU
+from megatron_rl.checks.memory_plan import GPU
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.spec import layer_spec
-from megatron_rl.ops import grouped_products
+from megatron_rl.ops import matmuls
 
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -65,9 +65,9 @@ def products(request, monkeypatch) -> list[tuple[int, ...]] | None:
     if request.param == "one by one":
         return None
     seen, grouped = [], torch.nn.functional.grouped_mm
-    monkeypatch.setattr(grouped_products, "served", lambda x, groups: len(x) > 0)
+    monkeypatch.setattr(matmuls, "served", lambda x, groups: len(x) > 0)
     monkeypatch.setattr(
-        grouped_products.F,
+        matmuls.F,
         "grouped_mm",
         lambda *x, offs: (seen.append((*x[0].shape, *x[1].shape)), grouped(*x, offs=offs))[1],
     )
@@ -99,7 +99,7 @@ def test_in_bf16_products_of_all_experts_are_those_of_each(monkeypatch):
     x, direction = (torch.randn(64, 32).bfloat16() for _ in range(2))
     arguments = (x, counts, torch.rand(64), direction)
     expected = outputs_and_gradients(theirs, *arguments)
-    monkeypatch.setattr(grouped_products, "served", lambda x, groups: True)
+    monkeypatch.setattr(matmuls, "served", lambda x, groups: True)
     for a, b in zip(outputs_and_gradients(ours, *arguments), expected, strict=True):
         assert a.dtype == b.dtype
         assert (a.double() - b.double()).norm() <= 2**-6 * b.double().norm()

@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import (
     ROLLOUT_DTYPES,
@@ -109,10 +109,10 @@ def test_the_tables_are_the_choices_of_the_config():
 
 def test_a_run_is_refused_before_anything_starts(tiny_model, monkeypatch):
     """By preflight, which asks this very machine; an evaluation trains nothing, and SFT has no engine."""
-    from megatron_rl.launch import model_checks
-    from megatron_rl.launch import preflight as checks
+    from megatron_rl.checks import model_and_machine
+    from megatron_rl.checks import preflight as checks
 
-    monkeypatch.setattr(model_checks, "this_machine", lambda: MACHINES["cpu"])
+    monkeypatch.setattr(model_and_machine, "this_machine", lambda: MACHINES["cpu"])
     monkeypatch.setenv("WORLD_SIZE", "1")
     model = {"path": str(tiny_model("qwen3_moe"))}
     mxfp8 = build_config({"model": model, "precision": {"train": "mxfp8"}})
@@ -125,7 +125,7 @@ def test_a_run_is_refused_before_anything_starts(tiny_model, monkeypatch):
     checks.preflight(rollout, "sft")
     with pytest.raises(UserError, match="precision.rollout = fp8 quantizes weights when they are pushed"):
         checks.preflight(rollout, "ask")
-    monkeypatch.setattr(model_checks, "this_machine", lambda: MACHINES["cpu alone"])
+    monkeypatch.setattr(model_and_machine, "this_machine", lambda: MACHINES["cpu alone"])
     with pytest.raises(UserError, match="precision.rollout = fp8 needs nvidia-modelopt"):
         checks.preflight(rollout, "train")
     checks.preflight(rollout, "sft")

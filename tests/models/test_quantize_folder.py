@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.cli import main
+from megatron_rl.compression import quantization
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
-from megatron_rl.models import fp8, int4, ptq
+from megatron_rl.models import fp8
 from megatron_rl.models.convert import convert
-from megatron_rl.models.fake_quant import FakeQuantizer
+from megatron_rl.models.experts import FakeQuantizer
 from megatron_rl.quantize import cost
 from tools.make_tiny_model import Sizes, make_tiny_model
 
@@ -57,10 +58,10 @@ def logits(model, texts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([model(tokens).logits[0] for tokens in texts])
 
 
-def calibrated(folder: Path, form: ptq.Format, texts: list[torch.Tensor], keep_layers: tuple[int, ...] = ()):
-    ptq.check_source(folder, form, [*keep_layers])
-    model = ptq.load(folder)
-    ptq.calibrate(model, form, [*keep_layers], lambda: _run(model, texts))
+def calibrated(folder: Path, form: quantization.Format, texts: list[torch.Tensor], keep_layers: tuple[int, ...] = ()):
+    quantization.check_source(folder, form, [*keep_layers])
+    model = quantization.load(folder)
+    quantization.calibrate(model, form, [*keep_layers], lambda: _run(model, texts))
     return model
 
 
@@ -90,22 +91,22 @@ def dequantized(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.
 def test_packing_is_its_definition(shape):
     """Number i of a word is in bits 4 i to 4 i + 3, with 8 added."""
     codes = torch.randint(-8, 8, shape, dtype=torch.int8)
-    packed = int4.pack(codes)
+    packed = quantization.pack(codes)
     assert packed.dtype == torch.int32 and packed.shape == (shape[0], shape[1] // 8)
     for row, words in zip(codes.tolist(), packed.tolist(), strict=True):
         for at, word in enumerate(words):
             exact = sum((code + 8) << 4 * i for i, code in enumerate(row[8 * at : 8 * at + 8]))
             assert word % 2**32 == exact
-    assert torch.equal(int4.unpack(packed), codes)
+    assert torch.equal(quantization.unpack(packed), codes)
 
 
 def test_codes_are_the_nearest_and_zeros_stay_zeros():
     weight = torch.randn(32, 384) * torch.logspace(-3, 1, 32)[:, None]
     weight[3, 128:256] = 0
     amax = weight.unflatten(1, (3, 128)).abs().amax(-1)
-    scale = int4.scales(amax)
+    scale = quantization.scales(amax)
     assert scale.dtype == torch.bfloat16 and scale[3, 1] == 1
-    restored = int4.dequantize(int4.pack(int4.encode(weight, scale)), scale).double()
+    restored = quantization.dequantize(quantization.pack(quantization.encode(weight, scale)), scale).double()
     half = scale.double().repeat_interleave(128, 1) / 2
     # Rounding the scale down in bf16 (2^-8 at most) leaves up to 7 / 256 of a step above the highest code: below half a step.
     assert ((restored - weight.double()).abs() <= half * (1 + 1e-5)).all() and not restored[3, 128:256].any()
@@ -119,9 +120,9 @@ def test_the_folder_is_the_calibrated_model(family, form, tmp_path):
     folder, texts = a_model(family, tmp_path / "model"), some_tokens()
     model = calibrated(folder, form, texts, keep_layers=(1,))
     expected = logits(model, texts).log_softmax(-1)
-    with ptq.plain(model):
+    with quantization.plain(model):
         original = logits(model, texts).log_softmax(-1)
-    ptq.export(model, form, folder, tmp_path / "hf", [1])
+    quantization.export(model, form, folder, tmp_path / "hf", [1])
     source, (weights, inputs) = load_file(folder / "model.safetensors"), dequantized(tmp_path / "hf")
     assert weights.keys() == source.keys()
     changed = {name for name, tensor in source.items() if not torch.equal(weights[name], tensor)}
@@ -159,7 +160,7 @@ def test_scales_of_inputs_are_the_largest_that_calibration_saw(family, tmp_path)
     """Of attention and of what enters the experts, from hooks on the plain model; alike for all experts; shared by what SGLang
     stacks, as are the scales of its weights."""
     folder, texts = a_model(family, tmp_path / "model"), some_tokens()
-    ptq.export(calibrated(folder, "fp8_tensor", texts), "fp8_tensor", folder, tmp_path / "hf", [])
+    quantization.export(calibrated(folder, "fp8_tensor", texts), "fp8_tensor", folder, tmp_path / "hf", [])
     found = load_file(tmp_path / "hf" / "model.safetensors")
     seen: dict[str, float] = {}
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -207,11 +208,11 @@ def test_int4_scales_are_chosen_by_the_outputs(tmp_path):
     layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
     logits(plain, texts)
     model = calibrated(folder, "int4", texts)
-    ptq.export(model, "int4", folder, tmp_path / "hf", [])
+    quantization.export(model, "int4", folder, tmp_path / "hf", [])
     weight, inputs = layer.weight.detach(), torch.cat(seen).unflatten(1, (-1, 128))
     chosen = dequantized(tmp_path / "hf")[0]["model.layers.0.self_attn.q_proj.weight"]
-    scale = int4.scales(weight.unflatten(1, (-1, 128)).abs().amax(-1))
-    largest = int4.dequantize(int4.pack(int4.encode(weight, scale)), scale)
+    scale = quantization.scales(weight.unflatten(1, (-1, 128)).abs().amax(-1))
+    largest = quantization.dequantize(quantization.pack(quantization.encode(weight, scale)), scale)
     lost = [
         torch.einsum("tgk,ngk->tng", inputs, (w - weight).unflatten(1, (-1, 128))).square().sum(0)
         for w in (chosen, largest)
@@ -226,7 +227,7 @@ def test_without_its_quantizers_the_model_is_the_original(form, tmp_path):
     original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     model = calibrated(folder, form, texts[:1])  # some experts have seen no token
     first = logits(model, texts)
-    with ptq.plain(model):
+    with quantization.plain(model):
         assert torch.equal(logits(model, texts), logits(original, texts))
     assert torch.equal(logits(model, texts), first) and not torch.equal(first, logits(original, texts))
 
@@ -240,7 +241,7 @@ def test_the_cost_is_its_definition(tmp_path):
         prompt = int(torch.randint(1, 40, ()))
         mask = np.random.default_rng().random(50 - prompt) < 0.7
         sequences.append(Sequence(tokens=tokens[0].numpy(), prompt_length=prompt, fields={"loss_mask": mask}))
-        with ptq.plain(model):
+        with quantization.plain(model):
             old = logits(model, [tokens])
         tables = [table[prompt - 1 : -1].double().log_softmax(-1) for table in (old, logits(model, [tokens]))]
         kept = torch.from_numpy(mask)
@@ -283,7 +284,7 @@ def test_block_fp8_of_convert_is_what_the_fake_quantized_trainer_multiplies_by(t
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
     """A run of the command, in this process."""
-    monkeypatch.setattr("megatron_rl.trainer.parallel.shutdown", _forget_parallel_state)
+    monkeypatch.setattr("megatron_rl.distributed.parallel.shutdown", _forget_parallel_state)
     rows = [{"text": " ".join(random.choices(["one", "two", "three", "four"], k=40))} for _ in range(12)]
     for split, chosen in (("train", rows[:8]), ("eval", rows[8:])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
@@ -346,23 +347,23 @@ def test_refusals_of_the_command(case, arguments, tmp_path, capsys):
 def test_refused_models(tmp_path):
     folder = make_tiny_model("qwen3", tmp_path / "qwen3", sizes=Sizes(layers=1, hidden=64, intermediate=96))
     with pytest.raises(UserError, match=r"\d+ x \d+: SGLang takes int4 of multiples of 64 x 128; use .*fp8_tensor"):
-        ptq.check_source(folder, "int4", [])
-    ptq.check_source(folder, "fp8_tensor", [])
-    ptq.check_source(folder, "int4", [0])
+        quantization.check_source(folder, "int4", [])
+    quantization.check_source(folder, "fp8_tensor", [])
+    quantization.check_source(folder, "int4", [0])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(UserError, match=r"is quantized already \(awq\); set model.path to the plain weights"):
-        ptq.check_source(folder, "int4", [])
+        quantization.check_source(folder, "int4", [])
     gpt_oss = make_tiny_model("gpt_oss", tmp_path / "gpt_oss", sizes=Sizes(layers=1))
     with pytest.raises(UserError, match="GptOssForCausalLM: SGLang reads MXFP4 of it alone"):
-        ptq.check_source(gpt_oss, "fp8_tensor", [])
+        quantization.check_source(gpt_oss, "fp8_tensor", [])
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_folder_is_not_taken_for_plain_weights(form, tmp_path):
     """The trainer reads block FP8 alone, and says so of these."""
     folder, texts = a_model("qwen3", tmp_path / "model"), some_tokens(1)
-    ptq.export(calibrated(folder, form, texts), form, folder, tmp_path / "hf", [])
+    quantization.export(calibrated(folder, form, texts), form, folder, tmp_path / "hf", [])
     method = {"fp8_tensor": "modelopt", "int4": "compressed-tensors"}[form]
     with pytest.raises(UserError, match=rf"hf: is quantized \({method}\), for serving; train and convert the plain"):
         convert(tmp_path / "hf", tmp_path / "checkpoint", ParallelConfig())

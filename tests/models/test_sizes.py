@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.models.sizes import Counts, Shape, count, model_counts, rank_weights
+from megatron_rl.models.shape import Counts, Shape, count, model_counts, rank_weights
 from tools.make_tiny_model import FAMILIES, Sizes
 
 

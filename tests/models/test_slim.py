@@ -9,9 +9,9 @@ import pytest
 import torch
 from models.test_convert import read_folder
 
+from megatron_rl.compression.structured_pruning import Kept, Sizes, remove_parts
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_folder import write_weights
-from megatron_rl.models.slim import Kept, Sizes, slim
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def some(rng: random.Random, total: int, count: int) -> list[int]:
 def test_experts_and_their_channels(family, tiny_model, tmp_path, rng):
     source = tiny_model(family, "--layers", "2")
     kept = Kept(experts={1: some(rng, 8, 3)}, expert_channels={1: [some(rng, 48, 9) for _ in range(8)]})
-    slim(source, tmp_path / "out", kept, Sizes(experts=3, expert_width=9))
+    remove_parts(source, tmp_path / "out", kept, Sizes(experts=3, expert_width=9))
     before, after = read_folder(source), read_folder(tmp_path / "out")
     module = "block_sparse_moe" if family == "mixtral" else "mlp"
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -51,7 +51,7 @@ def test_experts_in_one_tensor_with_gate_and_up_by_turns(tiny_model, tmp_path, r
     source = tiny_model("gpt_oss", "--layers", "2")
     experts, channels = some(rng, 8, 3), [some(rng, 48, 9) for _ in range(8)]
     kept = Kept(experts={0: experts}, expert_channels={0: channels}, groups={0: [1]})
-    slim(source, tmp_path / "out", kept, Sizes(experts=3, expert_width=9, heads=2))
+    remove_parts(source, tmp_path / "out", kept, Sizes(experts=3, expert_width=9, heads=2))
     before, after = read_folder(source), read_folder(tmp_path / "out")
     for layer in ("model.layers.0.mlp.",):
         for new, old in enumerate(experts):
@@ -84,7 +84,7 @@ def test_experts_in_one_tensor_with_gate_and_up_by_turns(tiny_model, tmp_path, r
 
 def test_layers_are_renumbered_and_the_config_follows(tiny_model, tmp_path):
     source = tiny_model("gpt_oss", "--layers", "4")
-    slim(source, tmp_path / "gpt_oss", Kept(layers=[0, 2, 3]), Sizes(layers=3))
+    remove_parts(source, tmp_path / "gpt_oss", Kept(layers=[0, 2, 3]), Sizes(layers=3))
     before, after = read_folder(source), read_folder(tmp_path / "gpt_oss")
     for new, old in enumerate([0, 2, 3]):
         name = "self_attn.q_proj.weight"
@@ -94,7 +94,7 @@ def test_layers_are_renumbered_and_the_config_follows(tiny_model, tmp_path):
     assert config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
     source = tiny_model("deepseek_v3", "--layers", "4")
     for layers, dense in (([0, 1], 1), ([1, 3], 0)):
-        slim(source, tmp_path / f"deepseek{dense}", Kept(layers=layers), Sizes(layers=2))
+        remove_parts(source, tmp_path / f"deepseek{dense}", Kept(layers=layers), Sizes(layers=2))
         config = json.loads((tmp_path / f"deepseek{dense}" / "config.json").read_text())
         assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (2, dense)
 
@@ -113,9 +113,9 @@ def test_what_is_not_of_the_model_as_it_is_trained(tiny_model, tmp_path):
         (folder / "config.json").write_bytes((source / "config.json").read_bytes())
         write_weights(folder, [*read_folder(source).items(), (name, torch.zeros(2, 2))])
         if problem is None:
-            slim(folder, folder / "out", Kept(layers=[0]), Sizes(layers=1))
+            remove_parts(folder, folder / "out", Kept(layers=[0]), Sizes(layers=1))
             assert name not in read_folder(folder / "out")
             continue
         with pytest.raises(UserError, match=problem):
-            slim(folder, folder / "out", Kept(layers=[0, 1]), Sizes(layers=2))
+            remove_parts(folder, folder / "out", Kept(layers=[0, 1]), Sizes(layers=2))
         assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}

@@ -12,16 +12,16 @@ from ranks import refusing_ties, without_ties
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from weights import classifier
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import ParallelConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import load
 from megatron_rl.models.convert import hf_to_megatron, megatron_to_hf
 from megatron_rl.models.hf_folder import read_weights
 from megatron_rl.models.parallel_check import architecture, is_classifier, read_hf_config
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import build_trainer
 
 IN_TRANSFORMERS = ("qwen3_moe", "qwen3", "llama", "mixtral", "deepseek_v3", "gpt_oss")

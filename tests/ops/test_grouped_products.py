@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.ops import grouped_products as ops
+from megatron_rl.ops import matmuls as ops
 
 CPU = torch.device("cpu")
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.ops import linear_log_probs
-from megatron_rl.ops.label_over_mean import label_over_mean
+from megatron_rl.ops.token_terms import label_over_mean
 from megatron_rl.trainer.objective import SFT, HeadOutputs
 
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron_rl.ops import linear_log_probs, masked_log_softmax
-from megatron_rl.ops.kept_tokens import KeptTokens
-from megatron_rl.ops.late_checks import LateChecks
-from megatron_rl.ops.masked_log_softmax import masked_log_softmax_reference
+from megatron_rl.ops.device import LateChecks
+from megatron_rl.ops.masked_log_softmax import KeptTokens, masked_log_softmax_reference
 
 
 def head(seed: int, tokens=37, width=24, vocabulary=90, dtype=torch.float32):

@@ -50,21 +50,21 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from safetensors import safe_open  # noqa: E402
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport  # noqa: E402
 from megatron_rl.config import ParallelConfig  # noqa: E402
-from megatron_rl.config_file import build_config  # noqa: E402
+from megatron_rl.config.load import build_config  # noqa: E402
+from megatron_rl.config.plan import expert_tensor_size  # noqa: E402
 from megatron_rl.data.sequence import Sequence  # noqa: E402
-from megatron_rl.launch.hooks import update_hooks  # noqa: E402
-from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
+from megatron_rl.distributed import parallel  # noqa: E402
 from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
-from megatron_rl.models import delayed_scaling  # noqa: E402
+from megatron_rl.models import fp8  # noqa: E402
 from megatron_rl.models.experts import GroupedExperts, Groups, _GroupedLinear  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
-from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
-from megatron_rl.ops.head_products import HeadGradients, scaled  # noqa: E402
-from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
-from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
+from megatron_rl.ops.device import LateChecks  # noqa: E402
+from megatron_rl.ops.matmuls import HeadGradients, scaled  # noqa: E402
+from megatron_rl.report.mismatch_metrics import mismatch_metrics  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
-from megatron_rl.trainer import parallel  # noqa: E402
+from megatron_rl.run.update_hooks import update_hooks  # noqa: E402
 from megatron_rl.trainer.hooks import ALONE  # noqa: E402
 from megatron_rl.trainer.objective import Policy  # noqa: E402
 from megatron_rl.trainer.trainer import ModelPass, Update, build_trainer  # noqa: E402
@@ -282,23 +282,23 @@ def delayed(folder: Path) -> dict[str, Any]:
                         quantizer.amax.fill_(magnitude)
 
         def record(chunks: list[Any]) -> dict[str, list]:
-            found = delayed_scaling.remembered(chunks)
+            found = fp8.remembered(chunks)
             states = [one["scaling_fwd"] for one in found.values()]
             return {name: torch.cat([s[name].flatten() for s in states]).unique().tolist() for name in states[0]}
 
         found: dict[str, Any] = {}
         with torch.no_grad():
             forward(first, 2.0)
-        delayed_scaling.calibrate()
+        fp8.calibrate()
         found["calibrated"] = record(first)
-        with torch.no_grad(), delayed_scaling.amaxes_kept(first):
+        with torch.no_grad(), fp8.amaxes_kept(first):
             forward(first, 5.0)
             found["while it scores"] = record(first)
         found["scored"] = record(first)
         forward(first, 4.0)
         found["trained"] = record(first)
-        delayed_scaling.restore(second, delayed_scaling.remembered(first), model.config)
-        with torch.no_grad(), delayed_scaling.amaxes_kept(second):
+        fp8.restore(second, fp8.remembered(first), model.config)
+        with torch.no_grad(), fp8.amaxes_kept(second):
             forward(second, 9.0)
         found["restored"] = record(second)
         pickled = {key: value for key, value in first[0].state_dict().items() if key.endswith("_extra_state")}

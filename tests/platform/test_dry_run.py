@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatron_rl.config import ServerConfig  # noqa: E402
 from megatron_rl.models.precision import Machine  # noqa: E402
-from megatron_rl.rollout.own_environment import find_python  # noqa: E402
-from megatron_rl.rollout.server import RolloutServer  # noqa: E402
+from megatron_rl.servers.own_environment import find_python  # noqa: E402
+from megatron_rl.servers.server import RolloutServer  # noqa: E402
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import PREFIX  # noqa: E402
 from tools.make_tiny_model import FAMILIES, PRESETS, Sizes  # noqa: E402
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import ServerConfig
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.over_sampling import FirstGroups
+from megatron_rl.rollout.dynamic_sampling import FirstGroups
 from megatron_rl.rollout.recover import generate
-from megatron_rl.rollout.routes import EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.client import SGLangClient
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
-from megatron_rl.trainer.parallel import Ranks
 from tests.ranks import nearly_ties
 from tools.make_tiny_model import make_tiny_model
 

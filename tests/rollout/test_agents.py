@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import Prompt, Task
-from megatron_rl.environments.environment import Environment
-from megatron_rl.environments.tools import Tool, ToolLost
+from megatron_rl.agents.agent import Agents
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
+from megatron_rl.data.engine_routes import sampled_by
+from megatron_rl.dialects import Call, Parsed
+from megatron_rl.dialects.text import Qwen
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents
-from megatron_rl.rollout.client import EngineLost
-from megatron_rl.rollout.dialects import Call, Parsed
-from megatron_rl.rollout.dialects.qwen import Qwen
-from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.routes import sampled_by
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.routing.table import has_route
+from megatron_rl.servers.client import EngineLost
+from megatron_rl.tasks import Prompt, Task
+from megatron_rl.tools.tool import Tool, ToolLost
+from megatron_rl.tools.toolbox import Environment
 from tests.ranks import run_ranks
 from tests.rollout.conftest import assert_agree, client_of, first_groups, prefill_log_probs
 from tests.rollout.test_agreement import ask_trainer
@@ -264,9 +264,9 @@ def routes_used(model: str, samples: list) -> list[np.ndarray]:
 
     Runs in a process of its own.
     """
-    from megatron_rl.launch.hooks import update_hooks
+    from megatron_rl.distributed import parallel
     from megatron_rl.models.router import routers
-    from megatron_rl.trainer import parallel
+    from megatron_rl.run.update_hooks import update_hooks
     from megatron_rl.trainer.trainer import build_trainer
 
     values = {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 1024}, "precision": {"train": "fp32"}}

@@ -12,17 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import JudgeConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.judge import Judge
-from megatron_rl.rollout.judgements import Judgements
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rewards.judge import Judge, Judgements
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from megatron_rl.tasks import Prompt
 from tests.ranks import nearly_ties, run_ranks
 from tests.rollout.conftest import (
     CPU_SERVER,
@@ -40,8 +39,8 @@ from tools.make_tiny_model import Sizes, make_tiny_model
 def trainer_log_probs(model: str, asked: list[tuple[str, list[Sequence], SamplingSupport]]) -> list[list]:
     """For each (precision, samples, support): per sample [response_length], from the trainer's scoring pass over packed
     micro-batches. Runs in a process of its own. precision: of the trainer, and switches of that section that are on."""
-    from megatron_rl.config_file import build_config
-    from megatron_rl.trainer import parallel
+    from megatron_rl.config.load import build_config
+    from megatron_rl.distributed import parallel
     from megatron_rl.trainer.trainer import build_trainer
 
     trainers, everything = {}, []

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.agents.endpoint import MOST_BYTES, Endpoint, reward_parts
+from megatron_rl.agents.recorder import Session
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.data.trajectory import WeightSpan
-from megatron_rl.environments.event_loop import EventLoop
-from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.dialects import Call, Qwen
-from megatron_rl.rollout.endpoint import MOST_BYTES, Endpoint, reward_parts
-from megatron_rl.rollout.recorder import Session
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.dialects import Call, Qwen
+from megatron_rl.servers.client import Reply
+from megatron_rl.tools.tool import EventLoop
 from tools.make_tiny_model import text_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import StopRequested, UserError
-from megatron_rl.rollout.client import EngineLost, SGLangClient
-from megatron_rl.rollout.recover import RESTARTS, Recovery, begin, generate
-from megatron_rl.trainer import parallel
+from megatron_rl.rollout.recover import RESTARTS, Recovery, generate, start_collection
+from megatron_rl.servers.client import EngineLost, SGLangClient
 
 
 class Asked:
@@ -53,7 +53,7 @@ def ask(
 
 
 def failed(asked: Any) -> Future:
-    begun = begin(asked, CLIENT)
+    begun = start_collection(asked, CLIENT)
     assert begun.exception(20) is not None
     return begun
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_told_to_end_gives_up_what_it_has_asked(ranks):
 
     asked: Any = Endless(losses=0)
     with pytest.raises(StopRequested):
-        ask(asked, ranks, begun=begin(asked, CLIENT), revives=[], stop=lambda: True)
+        ask(asked, ranks, begun=start_collection(asked, CLIENT), revives=[], stop=lambda: True)
     assert asked.canceled.is_set()
 
 

@@ -13,8 +13,8 @@ from megatron_rl.config import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
 from megatron_rl.platform import sglang as cpu_platform
-from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, choices
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, server_flags
+from megatron_rl.servers.server import RolloutServer
 from tests.forked_servers import output_of_script
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3")
@@ -85,7 +85,7 @@ def test_the_choices(family, card, tiny_model):
     here = machine(card) if card else Machine(None, None, None, None)
     dense = family == "qwen3"
     for dtype in ("bf16", "fp32", "fp8"):
-        flags = {c.flag: c.value for c in choices(model, dtype, here, routes=not dense)}
+        flags = {c.flag: c.value for c in server_flags(model, dtype, here, routes=not dense)}
         expected = {"--attention-backend": "triton"} if dtype == "fp32" else {}
         expected |= {} if dense and dtype != "fp8" else {"--moe-runner-backend": "triton"}
         expected |= {"--fp8-gemm-backend": "triton"} if dtype == "fp8" else {}
@@ -95,10 +95,10 @@ def test_the_choices(family, card, tiny_model):
 def test_a_quantized_folder_is_served_as_sglang_likes_unless_routes_are_asked(tiny_model):
     model = json.loads((tiny_model("gpt_oss") / "config.json").read_text())
     model["quantization_config"] = {"quant_method": "mxfp4"}
-    assert choices(model, "bf16", machine("Hopper"), routes=False) == []
-    [sampler] = choices(model, "bf16", machine("Hopper"), routes=False, seeded_sets=True)
+    assert server_flags(model, "bf16", machine("Hopper"), routes=False) == []
+    [sampler] = server_flags(model, "bf16", machine("Hopper"), routes=False, seeded_sets=True)
     assert (sampler.flag, sampler.value) == ("--sampling-backend", "pytorch")
-    [choice] = choices(model, "bf16", machine("Hopper"), routes=True)
+    [choice] = server_flags(model, "bf16", machine("Hopper"), routes=True)
     assert (choice.flag, choice.value) == ("--moe-runner-backend", "triton")
 
 

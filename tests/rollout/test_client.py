@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from megatron_rl.config import ServerConfig
-from megatron_rl.data.record import load_trajectories, save_trajectories
-from megatron_rl.data.trajectory import Trajectory, WeightSpan
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
+from megatron_rl.data.trajectory import Trajectory, WeightSpan, load_trajectories, save_trajectories
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import EngineLost, SGLangClient, parse_reply
-from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
-from megatron_rl.rollout.server import RolloutServer, reserve_port
+from megatron_rl.servers.client import EngineLost, SGLangClient, parse_reply
+from megatron_rl.servers.server import RolloutServer, reserve_port
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 from tools.make_tiny_model import FAMILIES, Sizes
 

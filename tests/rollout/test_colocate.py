@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import Config, ServerConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures
-from megatron_rl.rollout import turns
-from megatron_rl.rollout.children import place, place_here, visible_names
+from megatron_rl.rollout import colocation
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.sync.owner import as_own
-from megatron_rl.trainer import parallel
+from megatron_rl.run.run import Run
+from megatron_rl.servers.local import place, place_here, visible_names
+from megatron_rl.servers.server import RolloutServer
+from megatron_rl.sync.engines import as_own
 from megatron_rl.trainer.trainer import Trainer
 
 VERBOSE = ["--log-level-http", "info"]
@@ -237,7 +237,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls, monkeypatch):
         assert "Trainer wake" not in calls
         return float(calls.count("RolloutServer sleep"))
 
-    monkeypatch.setattr(turns, "used_gb", used)
+    monkeypatch.setattr(colocation, "used_gb", used)
 
     def seen() -> list[str]:
         """Since the last time, what all servers do at once counted once."""

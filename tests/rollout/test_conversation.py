@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megatron_rl.agents.conversation import Conversation
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import IGNORED, Layout, pack
-from megatron_rl.data.record import load_trajectories, save_trajectories
 from megatron_rl.data.sequence import RouterFeatures
-from megatron_rl.data.trajectory import WeightSpan
-from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.routes import EngineRoutes
+from megatron_rl.data.trajectory import WeightSpan, load_trajectories, save_trajectories
+from megatron_rl.servers.client import Reply
 
 SHAPE = EngineRoutes(layers=3, moe_layers=(1, 2), experts=8, topk=2)
 

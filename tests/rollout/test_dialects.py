@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.environments import Prompt
-from megatron_rl.environments.messages import parse_call
+from megatron_rl.agents.agent import demonstration
+from megatron_rl.dialects import DIALECTS, Call, Harmony, dialect
+from megatron_rl.dialects.harmony_ids import MARKS
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import demonstration
-from megatron_rl.rollout.dialects import DIALECTS, Call, Harmony, dialect
-from megatron_rl.rollout.dialects.harmony_ids import MARKS
+from megatron_rl.tasks import Prompt
+from megatron_rl.tasks.openai_messages import parse_call
 from tools.make_tiny_model import calls_tokenizer, harmony_calls_tokenizer, text_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "description": "adds", "parameters": {"type": "object"}}}

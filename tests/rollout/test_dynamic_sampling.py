@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
 from megatron_rl.rollout.dynamic_sampling import Groups, prompts_to_ask, with_spread
+from megatron_rl.tasks import Prompt
 
 SAMPLES = 3
 

@@ -14,13 +14,13 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import Prompt
+from megatron_rl.agents.openai_agent import OpenAIAgents
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import EngineLost
-from megatron_rl.rollout.openai_agent import OpenAIAgents
-from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rewards.verify import give_rewards
+from megatron_rl.servers.client import EngineLost
+from megatron_rl.tasks import Prompt
 from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
 from tests.rollout.test_agents import ONE_PROCESS, Asking, Echo, Plain, Talkative, pieces
 from tests.rollout.test_engine import process_of
@@ -34,7 +34,7 @@ def world(reference, monkeypatch, server):
     opened = []
 
     def make(function, **section):
-        monkeypatch.setattr("megatron_rl.rollout.openai_agent.resolve", lambda *names: function)
+        monkeypatch.setattr("megatron_rl.agents.openai_agent.resolve", lambda *names: function)
         tree = {"model": {"path": str(reference.folder)}, "rollout": {"program": "openai_agent", "max_new_tokens": 200}}
         config = build_config(tree | {"agent": {"function": "tests:function", "tool_concurrency": 16} | section})
         agents = OpenAIAgents(config, AutoTokenizer.from_pretrained(reference.folder), Asking(Echo()), ONE_PROCESS)

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer, reserve_port
+from megatron_rl.servers.client import EngineLost, SGLangClient
+from megatron_rl.servers.server import RolloutServer, reserve_port
 from tests.rollout.conftest import Question, assert_agree, client_of, collect, first_groups, prefill_log_probs
 
 
@@ -142,7 +142,7 @@ def process_of(server: RolloutServer, name: str) -> int:
 def test_a_server_that_hangs_is_seen(server, monkeypatch, name):
     """One whose first process stands still, and one whose scheduler does."""
     assert not server.hangs()
-    monkeypatch.setattr("megatron_rl.rollout.server.HANG_S", 3.0)
+    monkeypatch.setattr("megatron_rl.servers.server.HANG_S", 3.0)
     pid = process_of(server, name)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -154,7 +154,7 @@ def test_a_server_that_hangs_is_seen(server, monkeypatch, name):
 
 
 def test_a_server_that_is_paused_does_not_hang(server, monkeypatch):
-    monkeypatch.setattr("megatron_rl.rollout.server.HANG_S", 60.0)
+    monkeypatch.setattr("megatron_rl.servers.server.HANG_S", 60.0)
     server._control(("/pause_generation", {"mode": "retract"}))
     try:
         assert not server.ready() and not server.hangs()

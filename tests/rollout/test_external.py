@@ -14,18 +14,17 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.config import Config, SyncConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Run
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.external import check_servers, problems, release, server_of, workers_of
-from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.sync.engines import WeightSyncError
-from megatron_rl.sync.owner import FROM_FOLDER, RELEASED, version_of
+from megatron_rl.run.run import Run
+from megatron_rl.servers.client import Reply
+from megatron_rl.servers.external import check_servers, problems, release, server_of, workers_of
+from megatron_rl.servers.server import RolloutServer
+from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, WeightSyncError, version_of
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.trainer import parallel
 from tests.http_server import HttpServer
 from tests.rollout.conftest import client_of, key_reference
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
-from megatron_rl.rollout.finished import Finished, Samples, forget, key_of
+from megatron_rl.rollout.sample_journal import SampleJournal, Samples, delete_journal, key_of
 
 
 def sample(request: int, versions: list[str], parts: int = 1) -> list[Trajectory]:
@@ -67,7 +67,7 @@ def written(tmp_path) -> tuple[Path, Samples]:
     """By two data-parallel ranks, of weights '7' with digest x."""
     samples: Samples = {request: sample(request, ["7"], parts=random.randint(1, 3)) for request in range(8)}
     for rank in (0, 1):
-        store = Finished(tmp_path, 7, rank, "key")
+        store = SampleJournal(tmp_path, 7, rank, "key")
         mine = [r for r in samples if r % 2 == rank]
         store.add({r: samples[r] for r in mine[:3]}, {"7": "x", "6": "y"})
         store.add({r: samples[r] for r in mine[3:]}, {"7": "x"})
@@ -76,7 +76,7 @@ def written(tmp_path) -> tuple[Path, Samples]:
 
 def test_samples_come_back_as_they_were_on_any_layout(written):
     folder, samples = written
-    found = Finished(folder, 7, 0, "key").read(range(2, 8), {"7": "x"})
+    found = SampleJournal(folder, 7, 0, "key").read(range(2, 8), {"7": "x"})
     assert sorted(found) == [2, 3, 4, 5, 6, 7], "those of the other rank too, and none that is not wanted"
     for request, one in found.items():
         same(one, samples[request])
@@ -84,13 +84,13 @@ def test_samples_come_back_as_they_were_on_any_layout(written):
 
 @pytest.mark.parametrize(("step", "key"), [(6, "key"), (8, "key"), (7, "other")])
 def test_those_of_another_step_or_another_question_are_not_read(written, step, key):
-    assert not Finished(written[0], step, 0, key).read(range(8), {"7": "x"})
+    assert not SampleJournal(written[0], step, 0, key).read(range(8), {"7": "x"})
 
 
 def test_weights_are_those_of_this_run(tmp_path):
     """By digest; a response may be of several."""
     digests = {"3": "three", "4": "four", "5": "five"}
-    store = Finished(tmp_path, 5, 0, "key")
+    store = SampleJournal(tmp_path, 5, 0, "key")
     spans = {0: ["3"], 1: ["4"], 2: ["5"], 3: ["3", "5"], 4: ["somebody's"]}
     for request, versions in spans.items():
         store.add({request: sample(request, versions)}, digests)
@@ -114,7 +114,7 @@ def test_a_record_that_was_cut_off_is_left_out_and_what_is_added_is_found(writte
     whole = own.read_bytes()
     for cut in random.sample(range(1, len(whole)), 25):
         own.write_bytes(whole[:cut])
-        store = Finished(folder, 7, 0, "key")
+        store = SampleJournal(folder, 7, 0, "key")
         left = store.read([0, 2, 4, 6], {"7": "x"})
         for request, one in left.items():
             same(one, samples[request])
@@ -132,17 +132,17 @@ def test_a_damaged_record_ends_a_file(written, caplog):
     content = bytearray(own.read_bytes())
     content[-random.randint(1, 200)] ^= 1
     own.write_bytes(content)
-    found = Finished(folder, 7, 0, "key").read([0, 2, 4, 6], {"7": "x"})
+    found = SampleJournal(folder, 7, 0, "key").read([0, 2, 4, 6], {"7": "x"})
     assert sorted(found) == [0, 2, 4] and own.name in caplog.text
 
 
 def test_what_a_checkpoint_has_is_forgotten(tmp_path):
     for step in (8, 9, 10, 123456):
-        Finished(tmp_path, step, 0, "key").add({0: sample(0, ["7"])}, {})
+        SampleJournal(tmp_path, step, 0, "key").add({0: sample(0, ["7"])}, {})
     (tmp_path / "notes.txt").write_text("mine")
-    forget(tmp_path, 10)
+    delete_journal(tmp_path, 10)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["notes.txt", "step_000010.key.rank0", "step_123456.key.rank0"]
-    forget(tmp_path / "missing", 10)
+    delete_journal(tmp_path / "missing", 10)
 
 
 def test_a_key_is_of_what_is_asked():

@@ -12,18 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config_file import build_config
-from megatron_rl.data.record import load_trajectories, save_trajectories
-from megatron_rl.data.trajectory import WeightSpan
+from megatron_rl.agents.conversation import Conversation
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
+from megatron_rl.data.engine_routes import EngineRoutes, check_gates, drop_stale_routes
+from megatron_rl.data.trajectory import WeightSpan, load_trajectories, save_trajectories
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import Reply, parse_reply
-from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.external import problems
-from megatron_rl.rollout.recorded import read_recorded
-from megatron_rl.rollout.routes import EngineRoutes, check_gates, drop_stale_routes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer, asks_gates
+from megatron_rl.rollout.sample_journal import read_recorded
 from megatron_rl.routing.table import has_route
+from megatron_rl.servers.client import Reply, parse_reply
+from megatron_rl.servers.external import problems
+from megatron_rl.servers.server import RolloutServer, asks_gates
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import (
     MOST_EXPERTS,
     OVERRIDE,

@@ -28,22 +28,22 @@ from openai_harmony import (
     ToolNamespaceConfig,
 )
 
+from megatron_rl.agents.agent import Agents, demonstration
+from megatron_rl.agents.recorder import Session
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import WeightSpan
-from megatron_rl.environments import Prompt, build_task
-from megatron_rl.environments.calculator import Calculator
-from megatron_rl.environments.environment import Environment
-from megatron_rl.environments.interpreter import PythonTool
-from megatron_rl.environments.messages import parse_messages
+from megatron_rl.dialects import Call, dialect
+from megatron_rl.dialects.harmony_ids import MARKS, HarmonyIds
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import Agents, demonstration
-from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.dialects import Call, dialect
-from megatron_rl.rollout.dialects.harmony_ids import MARKS, HarmonyIds
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.recorder import Session
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.servers.client import Reply
+from megatron_rl.tasks import Prompt, build_task
+from megatron_rl.tasks.openai_messages import parse_messages
+from megatron_rl.tools.calculator import Calculator
+from megatron_rl.tools.interpreter import PythonTool
+from megatron_rl.tools.toolbox import Environment
 from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer, text_tokenizer
 
 KEEP = RenderConversationConfig(auto_drop_analysis=False)

@@ -16,16 +16,14 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import JudgeConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures
-from megatron_rl.rollout import judge as judges
-from megatron_rl.rollout.judge import Judge
-from megatron_rl.rollout.judgements import Judgements
-from megatron_rl.rollout.later_rewards import LaterRewards
-from megatron_rl.rollout.verdict import question, verdict
+from megatron_rl.rewards import judge as judges
+from megatron_rl.rewards.judge import Judge, Judgements, question, verdict
+from megatron_rl.rewards.rewards import Rewards
+from megatron_rl.tasks import Prompt
 from tests.judge_server import Scripted, completion, fenced, honest, nonce_of
 
 
@@ -418,7 +416,7 @@ def test_a_sample_without_a_verdict_does_not_train(server):
         is_leader=True, leaders_do=lambda work, patient: work(), main_does=lambda work, patient: work()
     )
     task: Any = SimpleNamespace(weights={"correct": 0.5, "wise": 2.0, "overlong": 1.0})
-    rewards = LaterRewards(config.rewards, alone, task, max_new_tokens=4)
+    rewards = Rewards(config.rewards, alone, task, max_new_tokens=4)
     rewards.check(PROMPTS)
     parts = ("correct", "wise", "overlong")
     found = responses("q4", "?", "?", "q1", "q9", parts=parts)

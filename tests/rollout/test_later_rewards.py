@@ -15,15 +15,15 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
-from megatron_rl.data.labels import Labels
+from megatron_rl.config.load import build_config
+from megatron_rl.data.packing import Labels
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.later_rewards import LaterRewards, _encoded, names_of, overlong, pooled
+from megatron_rl.rewards.rewards import Rewards, _encoded, names_of, overlong, pooled
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.trainer.advantages import Advantages
-from megatron_rl.trainer.units import with_last_state
+from megatron_rl.tasks import Prompt
+from megatron_rl.trainer.compute_advantages import Advantages
+from megatron_rl.trainer.scored_spans import with_last_state
 
 ALONE: Any = SimpleNamespace(gather_from_leaders=lambda value: [value], leaders_do=lambda work, patient=False: work())
 """Ranks of a run of one process."""
@@ -66,11 +66,11 @@ def trajectory(length: int = 4, **more: Any) -> Trajectory:
     return found
 
 
-def later(models: dict, url: str = "", **more: Any) -> tuple[LaterRewards, Config]:
+def later(models: dict, url: str = "", **more: Any) -> tuple[Rewards, Config]:
     settings = {name: {"address": url, **of_model} for name, of_model in models.items()}
     config = build_config({"rewards": {"models": settings, **more}})
     task: Any = SimpleNamespace(weights={"correct": 0.5} | dict.fromkeys(names_of(config.rewards), 2.0))
-    return LaterRewards(config.rewards, ALONE, task, max_new_tokens=8), config
+    return Rewards(config.rewards, ALONE, task, max_new_tokens=8), config
 
 
 PROMPTS = [Prompt("p", "question")]

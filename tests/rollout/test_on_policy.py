@@ -16,16 +16,16 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.sync.owner import version_of
+from megatron_rl.run.run import Run
+from megatron_rl.servers.server import RolloutServer
+from megatron_rl.sync.engines import version_of
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.trainer import parallel
 from tests.rollout.conftest import key_reference
 
 

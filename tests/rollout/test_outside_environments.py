@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import build_task
+from megatron_rl.agents.programs import rollout_program
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
+from megatron_rl.dialects import without_end
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.dialects import without_end
-from megatron_rl.rollout.programs import rollout_program
-from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rewards.verify import give_rewards
+from megatron_rl.tasks import build_task
 from tests.environments.test_openenv import start_server
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 from tests.rollout.conftest import client_of

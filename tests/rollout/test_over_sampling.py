@@ -13,9 +13,9 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures, merge
-from megatron_rl.rollout.client import EngineLost
-from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.dynamic_sampling import FirstGroups, LeftOut
 from megatron_rl.rollout.recover import generate
+from megatron_rl.servers.client import EngineLost
 
 
 def test_the_first_complete_groups_are_taken_in_the_order_in_which_they_are_seen():

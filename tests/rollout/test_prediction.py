@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import SyncConfig
-from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect

@@ -18,8 +18,8 @@ import torch
 from conftest import CPU_SERVER, client_of, prefill_log_probs
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models import ptq
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.compression import quantization
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tools.make_tiny_model import Sizes, make_tiny_model
 
@@ -60,14 +60,14 @@ def log_probs(model, sequences: list[list[int]]) -> list[np.ndarray]:
 @pytest.mark.parametrize(("family", "form", "keep_layers"), CASES)
 def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path):
     folder = a_model(family, tmp_path / "model")
-    ptq.check_source(folder, form, keep_layers)
+    quantization.check_source(folder, form, keep_layers)
     sequences = [torch.randint(5, 500, (20,)).tolist() for _ in range(24)]
-    model = ptq.load(folder).float()
-    ptq.calibrate(model, form, keep_layers, lambda: print(len(log_probs(model, sequences)), "sequences"))
-    with ptq.plain(model):
+    model = quantization.load(folder).float()
+    quantization.calibrate(model, form, keep_layers, lambda: print(len(log_probs(model, sequences)), "sequences"))
+    with quantization.plain(model):
         original = log_probs(model, sequences)
     calibrated = log_probs(model, sequences)
-    ptq.export(model, form, folder, tmp_path / "hf", keep_layers)
+    quantization.export(model, form, folder, tmp_path / "hf", keep_layers)
     with RolloutServer(
         tmp_path / "hf",
         CPU_SERVER,

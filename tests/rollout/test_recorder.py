@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from megatron_rl.agents.recorder import BadRequest, Session, plain
 from megatron_rl.data.trajectory import WeightSpan
-from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.dialects import Call, Qwen
-from megatron_rl.rollout.recorder import BadRequest, Session, plain
+from megatron_rl.dialects import Call, Qwen
+from megatron_rl.servers.client import Reply
 from tools.make_tiny_model import text_tokenizer
 
 FORM = Qwen(text_tokenizer(512))

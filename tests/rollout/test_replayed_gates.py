@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.rollout.routes import EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.ranks import run_ranks, without_ties
 from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
@@ -25,11 +25,11 @@ SUPPORT = SamplingSupport()
 def scored(model: str, precision: str, samples: list[Sequence]) -> dict[str, list]:
     """What the trainer makes of the samples by what is replayed, and its own gates [n - 1, moe_layers, topk] of the engine's
     experts under "gates of the trainer". Runs in a process of its own."""
-    from megatron_rl.config_file import build_config
+    from megatron_rl.config.load import build_config
+    from megatron_rl.distributed import parallel
+    from megatron_rl.hooks.routing_replay import RoutingReplay
     from megatron_rl.models.router import routers
-    from megatron_rl.routing.hook import Routes
     from megatron_rl.routing.replay import ReplayRoutes
-    from megatron_rl.trainer import parallel
     from megatron_rl.trainer.hooks import UpdateHook
     from megatron_rl.trainer.trainer import build_trainer
 
@@ -48,9 +48,9 @@ def scored(model: str, precision: str, samples: list[Sequence]) -> dict[str, lis
     config = build_config({"model": {"path": model}, "precision": {"train": precision}})
     trainer = build_trainer(config, parallel.initialize(config.parallel, config.seed), total_updates=1, support=SUPPORT)
     kinds = {
-        "nothing": Routes("none"),
-        "ids": Routes("r3"),
-        "ids and gates": Routes("r3", gates=True),
+        "nothing": RoutingReplay("none"),
+        "ids": RoutingReplay("r3"),
+        "ids and gates": RoutingReplay("r3", gates=True),
         "watch": Watch(),
     }
     found: dict[str, list] = {kind: [] for kind in kinds}

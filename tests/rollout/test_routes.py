@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.agents.conversation import Conversation
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import SyncConfig
+from megatron_rl.data.engine_routes import EngineFeatures, drop_stale_routes, sampled_by
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.routes import EngineFeatures, drop_stale_routes, sampled_by
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.routing.table import has_route
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from tests.ranks import nearly_ties
@@ -234,7 +234,7 @@ def test_a_cached_prefix_and_a_chunked_prefill_have_the_same_routes(server, pred
 
 
 def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, reference, push, planted):
-    """What megatron_rl/rollout/routes.py says about retraction, and what drop_stale_routes makes of it."""
+    """What megatron_rl/data/engine_routes.py says about retraction, and what drop_stale_routes makes of it."""
     versions = {"old": planted, "new": plant(reference.folder, seed=2)}
     views = {name: PredictedReference(reference.folder, predictors) for name, predictors in versions.items()}
     layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport, request_seed
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.sampling import SamplingSupport, request_seed
 from tests.rollout.conftest import client_of
 from tests.rollout.test_engine import questions
 

@@ -21,15 +21,15 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import ServerConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf_folder import check_served
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
-from megatron_rl.models.served import check_served
-from megatron_rl.rollout import leftovers
-from megatron_rl.rollout.children import ChildServers
-from megatron_rl.rollout.own_environment import cuda_tools, find_python
-from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, reason_of_death, reserve_port
+from megatron_rl.servers import orphans
+from megatron_rl.servers.local import LocalServers
+from megatron_rl.servers.own_environment import cuda_tools, find_python
+from megatron_rl.servers.server import SUPERVISOR, RolloutServer, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
 
@@ -143,7 +143,7 @@ time.sleep(600)
 @pytest.mark.parametrize("ending", ["close", "kill_first_process", "kill_all"])
 def test_nothing_of_a_server_is_left(ending, tmp_path, tmp_path_factory):
     """Files and shared memory, at once; of one that was killed with its owner and all it had, when the next one starts."""
-    shared = Path(f"{leftovers.SHARED_MEMORY}{uuid.uuid4().hex}.shm")
+    shared = Path(f"{orphans.SHARED_MEMORY}{uuid.uuid4().hex}.shm")
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     script = tmp_path_factory.mktemp("script") / "leaves.py"
     script.write_text(LEAVES)
@@ -179,10 +179,10 @@ def test_what_torch_compiles_is_not_where_another_user_could_make_the_folder_fir
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with leftovers.own_folder() as changes:
+    with orphans.own_folder() as changes:
         assert changes["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "megatron_rl" / "torchinductor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    with leftovers.own_folder() as changes:
+    with orphans.own_folder() as changes:
         assert changes["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
 
 
@@ -190,7 +190,7 @@ def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"rollout\.server\.python = '/nowhere/python'"):
         find_python("/nowhere/python")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_rl.rollout.own_environment.__file__", str(tmp_path / "a" / "b" / "server.py"))
+    monkeypatch.setattr("megatron_rl.servers.own_environment.__file__", str(tmp_path / "a" / "b" / "server.py"))
     with pytest.raises(UserError, match=r"tools/setup\.sh"):
         find_python()
 
@@ -374,7 +374,7 @@ class Hanging(RolloutServer):
 
 
 def test_a_child_that_hangs_is_started_again_where_there_is_trouble(tmp_path):
-    children = ChildServers(build_config({"model": {"path": str(tmp_path)}}), [], sleeps=False)
+    children = LocalServers(build_config({"model": {"path": str(tmp_path)}}), [], sleeps=False)
     children.servers = [Hanging(tmp_path, ServerConfig(python=sys.executable)) for _ in range(3)]
     for server in children.servers:
         server.start()
@@ -403,7 +403,7 @@ def test_a_server_that_takes_too_long_is_ended(reference, tmp_path):
 OWNER = """
 import sys, time
 from megatron_rl.config import ServerConfig
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.server import RolloutServer
 server = RolloutServer(sys.argv[1], ServerConfig(threads=1, memory_fraction=0.2), log_path=sys.argv[2])
 server.start()
 print(server._process.pid, flush=True)

@@ -12,12 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from transformers import PreTrainedConfig
 
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.rollout import fleet
-from megatron_rl.rollout.external import WrongKey, problems, release, server_of, workers_of
-from megatron_rl.sync.owner import owner_of
+from megatron_rl.servers import fleet
+from megatron_rl.servers.external import WrongKey, problems, release, server_of, workers_of
+from megatron_rl.sync.engines import owner_of
 from tools.serve import write_address
 
 

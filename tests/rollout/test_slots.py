@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from megatron_rl.rollout.slots import Slots
+from megatron_rl.servers.request_slots import RequestSlots
 
 
 def test_never_more_than_the_limit_over_threads():
-    limit, slots, lock = random.randint(3, 9), Slots(10**9), threading.Lock()
+    limit, slots, lock = random.randint(3, 9), RequestSlots(10**9), threading.Lock()
     slots.limit = limit
     now, most, alone = 0, 0, []
 
@@ -42,7 +42,7 @@ def test_never_more_than_the_limit_over_threads():
 
 def test_who_came_first_is_served_first_and_who_gives_up_holds_nothing():
     async def main() -> list[int]:
-        slots, order = Slots(2), []
+        slots, order = RequestSlots(2), []
 
         async def one(number: int, count: int) -> None:
             async with slots.take(count):
@@ -68,9 +68,9 @@ def test_who_came_first_is_served_first_and_who_gives_up_holds_nothing():
 def test_one_that_is_canceled_as_it_is_served_gives_back():
     """The grant comes from another thread while the loop cancels."""
     for _ in range(200):
-        slots = Slots(1)
+        slots = RequestSlots(1)
 
-        async def loser(slots: Slots = slots) -> None:
+        async def loser(slots: RequestSlots = slots) -> None:
             async def take() -> None:
                 async with slots.take(1):
                     await asyncio.sleep(10)
@@ -80,7 +80,7 @@ def test_one_that_is_canceled_as_it_is_served_gives_back():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-        async def holder(slots: Slots = slots) -> None:
+        async def holder(slots: RequestSlots = slots) -> None:
             async with slots.take(1):
                 time.sleep(random.uniform(0, 0.0005))
 
@@ -90,7 +90,7 @@ def test_one_that_is_canceled_as_it_is_served_gives_back():
         for thread in threads:
             thread.join(20)
 
-        async def last(slots: Slots = slots) -> None:
+        async def last(slots: RequestSlots = slots) -> None:
             async with asyncio.timeout(20), slots.take(1):
                 pass
 
@@ -99,7 +99,7 @@ def test_one_that_is_canceled_as_it_is_served_gives_back():
 
 def test_the_earliest_step_is_served_first():
     async def main() -> list[tuple[int, int]]:
-        slots, order = Slots(1), []
+        slots, order = RequestSlots(1), []
 
         async def one(step: int, number: int) -> None:
             async with slots.take(1, step):

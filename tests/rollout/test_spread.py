@@ -16,16 +16,16 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_rl.agents.agent import Agents
+from megatron_rl.agents.openai_agent import OpenAIAgents
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.plan import share_of
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import share_of
-from megatron_rl.rollout import client as client_module
-from megatron_rl.rollout.agent import Agents
-from megatron_rl.rollout.client import EngineLost, SGLangClient, server_order
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.openai_agent import OpenAIAgents
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.servers import client as client_module
+from megatron_rl.servers.client import EngineLost, SGLangClient, server_order
 from tests.rollout.conftest import Question
 
 LAYOUT = EngineRoutes(layers=2, moe_layers=(0, 1), experts=8, topk=2)

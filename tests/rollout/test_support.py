@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.platform import sglang as cpu_platform
-from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.forked_servers import output_of_script
 from tests.rollout.conftest import Question, assert_agree, client_of, collect

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout import scores_by_server
-from megatron_rl.rollout.later_rewards import _one
-from megatron_rl.rollout.scores_by_server import teacher_log_probs
+from megatron_rl.rewards.rewards import _one
+from megatron_rl.servers import scores
+from megatron_rl.servers.scores import teacher_log_probs
 from tests.rollout.conftest import assert_agree
 
 
@@ -66,7 +66,7 @@ def says(monkeypatch):
         threading.Thread(target=made[-1].serve_forever, args=(0.05,), daemon=True).start()
         return f"http://127.0.0.1:{made[-1].server_port}"
 
-    monkeypatch.setattr(scores_by_server, "ATTEMPTS", 1)
+    monkeypatch.setattr(scores, "ATTEMPTS", 1)
     yield serve
     for server in made:
         server.shutdown()

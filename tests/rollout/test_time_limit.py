@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_rl.rollout.time_limit import TimeLimit
+from megatron_rl.agents.agent import TimeLimit
 
 
 def test_what_is_paused_does_not_count():

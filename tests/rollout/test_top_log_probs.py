@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_rl.config_file import build_config
-from megatron_rl.environments import Prompt
-from megatron_rl.rollout.agent import Agents
-from megatron_rl.rollout.dialects.qwen import Qwen
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.agents.agent import Agents
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
+from megatron_rl.dialects.text import Qwen
+from megatron_rl.tasks import Prompt
 from tests.rollout.conftest import Question, assert_agree, client_of, collect
 from tests.rollout.test_agents import ONE_PROCESS, Asking, Echo, Talkative
 

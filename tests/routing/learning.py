@@ -11,13 +11,13 @@ from ranks import end_layout
 from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, sums_of, update
 
 from megatron_rl.config import Config, RoutingConfig
+from megatron_rl.hooks.predictors import Predictors
+from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.router import routers
-from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.predictors import Predictors
 from megatron_rl.trainer import checkpoint
-from megatron_rl.trainer.hooks import Place, UpdateHook
+from megatron_rl.trainer.hooks import UpdateContext, UpdateHook
 from megatron_rl.trainer.trainer import Trainer
 from tests.trainer.layouts import hook_of, score
 
@@ -66,7 +66,7 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
         samples = make_samples(seed + step, 8 * UPDATES, 64, shape)
         mini_batches = [trainer.pack(samples[number::UPDATES]) for number in range(UPDATES)]
         for number, batches in enumerate(mini_batches):
-            trainer.compute_fields(batches, frozenset({"old_log_probs"}), Place(number))
+            trainer.compute_fields(batches, frozenset({"old_log_probs"}), UpdateContext(number))
         sums = []
         for number, batches in enumerate(mini_batches):
             sums.append(update(trainer, batches, number)[0])
@@ -266,11 +266,11 @@ def first_mini_batch(model: str, seed: int) -> dict[str, list[np.ndarray]]:
     plant_predictors(trainer, 0.3)
     samples = make_samples(seed, 8, 64, shape_of(read_hf_config(model)))
 
-    def recorded(hooks: Iterable[UpdateHook], place: Place) -> list[np.ndarray]:
+    def recorded(hooks: Iterable[UpdateHook], place: UpdateContext) -> list[np.ndarray]:
         return [values.numpy() for values in trainer.compute_log_probs(trainer.pack(samples), hooks=hooks, place=place)]
 
-    found = {"r2": recorded([Routes("r2")], Place(0))}
-    found |= {f"pr2, {number}": recorded(trainer.hooks, Place(number)) for number in (0, 1)}
+    found = {"r2": recorded([RoutingReplay("r2")], UpdateContext(0))}
+    found |= {f"pr2, {number}": recorded(trainer.hooks, UpdateContext(number)) for number in (0, 1)}
     end_layout()
     return found
 

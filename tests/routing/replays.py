@@ -9,24 +9,23 @@ import numpy as np
 import torch
 from ranks import end_layout
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
+from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.distributed import parallel
+from megatron_rl.hooks.predictors import Predictors
+from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.metrics.reduce import Metrics, figures
 from megatron_rl.models.router import routers
-from megatron_rl.rollout.routes import EngineRoutes
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.measure import Load
 from megatron_rl.routing.passes import RoutePass
-from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import ReplayRoutes
-from megatron_rl.routing.table import RouteShape, route_dtype
-from megatron_rl.routing.utilization import Load
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.hooks import Place, UpdateHook
+from megatron_rl.routing.table import RouteShape, RouteTable, route_dtype
+from megatron_rl.run.update_hooks import update_hooks
+from megatron_rl.trainer.hooks import UpdateContext, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Result
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.trainer import layouts
@@ -105,7 +104,7 @@ def update(trainer: Trainer, batches, number: int = 0) -> tuple[Metrics, list[to
     """An update of a rollout batch by the policy's own objective; returns its metrics, and the log-probs of each micro-batch at
     its start. Predictors learn in all but number 0."""
     objective = Watched(trainer.config)
-    done = trainer.update(batches, objective, Place(number))
+    done = trainer.update(batches, objective, UpdateContext(number))
     seen = [objective.seen[id(batch)] for batch in batches if id(batch) in objective.seen]
     return done.metrics, seen
 
@@ -153,7 +152,7 @@ def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int
 
 def replay(trainer: Trainer, samples: list[Sequence], source: str, hooks: list[UpdateHook]) -> dict:
     """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
-    routes = Routes("r3", gates=True, give_up_below=0.75) if source == "gated r3" else Routes(source)
+    routes = RoutingReplay("r3", gates=True, give_up_below=0.75) if source == "gated r3" else RoutingReplay(source)
     routes.attach(trainer)
     trainer.hooks = [routes, *(h for h in hooks if isinstance(h, Predictors) and source == "pr2")]
     ranks = trainer.ranks

@@ -13,17 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_rl.config import FROM_ENGINE, PREDICTING, OptimizerConfig, RoutingConfig, VP2OConfig
+from megatron_rl.hooks.predictors import Predictors
+from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.metrics.reduce import on_host
 from megatron_rl.models.router import ReplayRouter
-from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.memory import Features, RouteTable
 from megatron_rl.routing.passes import RouteObserver, RoutePass
 from megatron_rl.routing.predict import PredictorGradients
 from megatron_rl.routing.predictor import RoutePredictor
-from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.table import RouteShape
-from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
-from megatron_rl.vp2o.coactivation import Coactivation
+from megatron_rl.routing.table import Features, RouteShape, RouteTable
+from megatron_rl.trainer.hooks import Stage, UpdateContext, UpdateHook
+from megatron_rl.vp2o.expert_groups import Coactivation
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import Probe
 
@@ -45,7 +44,7 @@ class Router:
 
 def hooks_of(source: str, router: Router, loss: str = "kl") -> list[UpdateHook]:
     """As `update_hooks` has them, of a model whose layers have this router."""
-    found: list[UpdateHook] = [Routes(source)]
+    found: list[UpdateHook] = [RoutingReplay(source)]
     if source in PREDICTING:
         found.append(predictors := Predictors(RoutingConfig(source=source, predictor_loss=loss), OptimizerConfig(), 2))
         predictors.weights = dict.fromkeys(SHAPE.moe_layers, router.predictor.weight)
@@ -54,7 +53,7 @@ def hooks_of(source: str, router: Router, loss: str = "kl") -> list[UpdateHook]:
 
 def forward(hooks: list[UpdateHook], table: RouteTable, router: Router, stage: Stage, *others: RouteObserver, update=0):
     """One pass of a micro-batch; returns what observed it."""
-    batch, place = SimpleNamespace(routes=table, without_route=0), Place(update)
+    batch, place = SimpleNamespace(routes=table, without_route=0), UpdateContext(update)
     for hook in hooks:
         hook.before_forward([batch], stage, place)
     observers = [*(one for hook in hooks for one in hook.observers(table, stage, place)), *others]

@@ -19,10 +19,9 @@ def replayed(models: list[str], seed: int) -> list[dict[str, torch.Tensor]]:
     from replays import make_config, make_trainer
 
     from megatron_rl.models.router import routers
-    from megatron_rl.routing.memory import RouteTable
     from megatron_rl.routing.passes import RoutePass
     from megatron_rl.routing.replay import ReplayGates
-    from megatron_rl.routing.table import RouteShape, route_dtype
+    from megatron_rl.routing.table import RouteShape, RouteTable, route_dtype
 
     found = []
     for model in models:

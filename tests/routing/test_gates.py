@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.replay import ReplayGates, ReplayLikely, give_up
-from megatron_rl.routing.table import RouteShape, route_dtype
+from megatron_rl.routing.table import RouteShape, RouteTable, route_dtype
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -10,13 +10,19 @@ import pytest
 import torch
 
 from megatron_rl.config import OptimizerConfig, RoutingConfig
+from megatron_rl.hooks.predictors import Predictors
 from megatron_rl.routing import RoutePredictor, cache_cost, predictive_loss, topk_agreement
-from megatron_rl.routing.agreement import deviation_counts, deviations, route_kl, routing_log_probs, total_variation
-from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.predictor import delta_loss, relative_horizon
-from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.table import RouteShape
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.routing.table import (
+    RouteShape,
+    RouteTable,
+    deviation_counts,
+    deviations,
+    route_kl,
+    routing_log_probs,
+    total_variation,
+)
+from megatron_rl.trainer.hooks import UpdateContext
 
 
 def draw(tokens: int = 37, experts: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,13 +122,13 @@ def test_what_is_recorded_and_learned_in_each_update(form, update):
     every = torch.ones(tokens, dtype=torch.bool)
     table = RouteTable(RouteShape((1,), experts, 2), every, cached=torch.arange(tokens))
 
-    [recorder] = predictors.observers(table, "log_probs", Place(update))
+    [recorder] = predictors.observers(table, "log_probs", UpdateContext(update))
     recorded = recorder.see_logits(1, h, old, router)
     c = 1.0 if form == "constant" else update / 1.5
     torch.testing.assert_close(recorded, old + c * h @ weight.T, rtol=1e-12, atol=1e-12)
     if c == 0.0:
         assert torch.equal(recorded, old)
-    learners = predictors.observers(table, "update", Place(update))
+    learners = predictors.observers(table, "update", UpdateContext(update))
     assert len(learners) == (update > 0) and (table.features[1].hidden is not None) == (update > 0)
     for learner in learners:
         learner.see_logits(1, h, new, router)

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 
 from megatron_rl.config import RoutingConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.routing.passes import RouteSelector
 from megatron_rl.routing.predictor import PredictorLoss
@@ -45,7 +45,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_source_that_cannot_work_is_refused(case, tiny_model, monkeypatch):
-    from megatron_rl.launch.preflight import preflight
+    from megatron_rl.checks.preflight import preflight
 
     family, changes, message = REFUSED[case]
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from megatron_rl.metrics.reduce import derived, figures, merge, of_update, on_host, total
-from megatron_rl.routing.compare import share_of_experts, shares
-from megatron_rl.routing.memory import RouteTable
-from megatron_rl.routing.metrics import of_layers, per_token
-from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route, route_dtype
-from megatron_rl.routing.utilization import ExpertLoad, Load
+from megatron_rl.routing.measure import ExpertLoad, Load, share_of_experts, shares
+from megatron_rl.routing.passes import of_layers, per_token
+from megatron_rl.routing.table import RouteShape, RouteTable, evenly_spaced, has_route, route_dtype
 
 SHAPE = RouteShape(moe_layers=(1, 2, 3), experts=8, topk=2)
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.sync.buckets import fill_buckets
 from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
 from megatron_rl.sync.tensor import DEVICE_ARGUMENT, TensorTransport
+from megatron_rl.sync.transport import fill_buckets
 
 
 def rebuilt(*arguments):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_rl.sync.checksums import ExpectedChecksums, parse
+from megatron_rl.sync.checksums import ExpectedChecksums, keep_together, locate, parse
 from megatron_rl.sync.pythonpath.megatron_rl_plugin import fingerprint
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
-from megatron_rl.sync.slots import keep_together, locate
 
 H, I, E, HEADS, KV, D, VOCAB = 32, 24, 4, 8, 2, 4, 41  # noqa: E741
 LAYER = "model.layers.0"

@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ServerConfig, SyncConfig
-from megatron_rl.config_file import build_config
-from megatron_rl.launch.run import Run
+from megatron_rl.config.load import build_config
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.sync.buckets import Bucket
+from megatron_rl.run.run import Run
+from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.engines import WeightSyncError
+from megatron_rl.sync.transport import Bucket
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
-from megatron_rl.trainer import parallel
 
 TRANSPORTS = ["distributed", "tensor", "disk"]
 PROMPT = list(range(5, 29))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config_file import load_config
-from megatron_rl.launch.preflight import preflight
-from megatron_rl.metrics.vega import SERIES
+from megatron_rl.checks.preflight import preflight
+from megatron_rl.config.load import load_config
+from megatron_rl.report.charts import SERIES
 from tests.weights import classifier
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config_file import load_config
-from megatron_rl.launch.preflight import check_config
+from megatron_rl.checks.preflight import check_config
+from megatron_rl.config.load import load_config
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.servers.server import RolloutServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU_TESTS = REPOSITORY / "tests" / "gpu"

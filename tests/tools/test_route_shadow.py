@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.metrics.logger import METRICS_FILE
-from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.memory import RouteTable
-from megatron_rl.routing.table import RouteShape
-from megatron_rl.trainer.hooks import Place, Stage, Step
+from megatron_rl.routing.table import RouteShape, RouteTable
+from megatron_rl.trainer.hooks import Stage, Step, UpdateContext
 
 LAYER, EXPERTS, HIDDEN, TOPK, UPDATES, TOKENS = 1, 6, 5, 2, 4, 240
 SMALL = 3e-3
@@ -44,13 +43,13 @@ def record(small, folder, signs: list[int]) -> None:
     recorder = RouteRecorder(build_config(settings | {"batch": {"updates_per_step": UPDATES}}))
     weight, direction = torch.randn(EXPERTS, HIDDEN), SMALL * torch.randn(EXPERTS, HIDDEN)
     recorder.weights = {LAYER: weight}
-    router, routes = SimpleNamespace(score_function="softmax"), Routes("r2")
+    router, routes = SimpleNamespace(score_function="softmax"), RoutingReplay("r2")
 
     def look(stage: Stage, update: int, table: RouteTable, hidden: Tensor) -> None:
-        recorder.before_forward([SimpleNamespace(routes=table)], stage, Place(update))
+        recorder.before_forward([SimpleNamespace(routes=table)], stage, UpdateContext(update))
         logits = hidden @ weight.T
         for hook in (routes, recorder):
-            for observer in hook.observers(table, stage, Place(update)):
+            for observer in hook.observers(table, stage, UpdateContext(update)):
                 logits = observer.see_logits(LAYER, hidden, logits, router)
 
     for sign in signs:

@@ -13,7 +13,7 @@ import yaml
 from torch.distributed import checkpoint
 
 from megatron_rl.config import Config
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "same_numbers.py"
 NONE = {"metrics": {}, "tensors": {}, "keys": {}, "values": {}}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.config_file import build_config, parse_overrides
-from megatron_rl.environments.build import build_task
+from megatron_rl.config.load import build_config, parse_overrides
+from megatron_rl.tasks.from_config import build_task
 
 
 def test_the_plan(ablation):

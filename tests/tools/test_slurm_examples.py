@@ -14,9 +14,9 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config import job_name
-from megatron_rl.config_file import key_paths, load_config
-from megatron_rl.launch.plan import make_plan
-from megatron_rl.launch.slurm import seconds_of
+from megatron_rl.config.load import key_paths, load_config
+from megatron_rl.config.plan import make_plan
+from megatron_rl.run.slurm import seconds_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPOSITORY / "examples" / "slurm").glob("*.sbatch"))

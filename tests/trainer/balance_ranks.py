@@ -10,13 +10,13 @@ import torch
 from ranks import end_layout
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.config.plan import share_of
 from megatron_rl.data.balance import plan_updates, redistribute
 from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.launch.plan import share_of
-from megatron_rl.launch.run import Run
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.advantages import Advantages
+from megatron_rl.distributed import parallel
+from megatron_rl.run.run import Run
+from megatron_rl.trainer.compute_advantages import Advantages
 from tests.trainer import layouts
 
 logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.dist_write import write
+from megatron_rl.models.distributed_checkpoint import write
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from layouts import make_config, whole_gradients
 from ranks import end_layout
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.data.labels import Labels
+from megatron_rl.data.packing import Labels
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.advantages import Advantages
+from megatron_rl.trainer.compute_advantages import Advantages
 from megatron_rl.trainer.critic import everywhere
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.trainer.hooks import UpdateContext
 from megatron_rl.trainer.objective import SFT, Policy
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
@@ -60,7 +60,7 @@ def update_once(config: Config, samples: list[Sequence], *, policy: bool = False
             found["teacher"] = everywhere(trainer, Labels(mine), batches, "teacher_log_probs")
             found["old"] = everywhere(trainer, Labels(mine), batches, "old_log_probs")
     trainer._step = lambda: (caught.update(grads=whole_gradients(trainer)), step())[1]
-    done = trainer.update(batches, objective, Place(again=True))
+    done = trainer.update(batches, objective, UpdateContext(again=True))
     found |= {"metrics": figures(done.metrics), "grads": caught["grads"]}
     if policy:  # a second epoch, by what the teacher said before the first
         trainer._step = step

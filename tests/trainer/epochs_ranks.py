@@ -9,10 +9,10 @@ from layouts import make_config, make_samples, make_trainer
 from ranks import end_layout
 
 from megatron_rl.data.packing import Batch
+from megatron_rl.hooks.guards import OLD_KL
 from megatron_rl.metrics.reduce import figures
-from megatron_rl.trainer.hooks import Place, updates_of
+from megatron_rl.trainer.hooks import UpdateContext, updates_of
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.target_kl import OLD_KL
 from megatron_rl.trainer.trainer import Trainer, Update
 
 PARTS, EPOCHS = 2, 2
@@ -61,7 +61,7 @@ def packed(trainer: Trainer, parts: list) -> list[list[Batch]]:
     """The micro-batches of all parts, with the log-probs and the routes of the weights as they are."""
     rollout = [trainer.pack(samples) for samples in parts]
     for index, batches in enumerate(rollout):
-        trainer.compute_fields(batches, Policy(trainer.config).needs, Place(index, rollout))
+        trainer.compute_fields(batches, Policy(trainer.config).needs, UpdateContext(index, rollout))
     return rollout
 
 
@@ -91,5 +91,5 @@ def by_hand(model: str, seed: int, layout: dict, *, scored_once: bool) -> list[t
         if epoch and not scored_once:
             rollout = packed(trainer, parts)
         for index, batches in enumerate(rollout):
-            found.append(seen(trainer, trainer.update(batches, Policy(one_epoch), Place(index, rollout))))
+            found.append(seen(trainer, trainer.update(batches, Policy(one_epoch), UpdateContext(index, rollout))))
     return found

@@ -12,8 +12,8 @@ import torch
 from ranks import end_layout
 from trainer.layouts import make_config, make_trainer, run_layout, score, update
 
-from megatron_rl.models import delayed_scaling
-from megatron_rl.models.fake_quant import FakeQuantizer
+from megatron_rl.models import fp8
+from megatron_rl.models.experts import FakeQuantizer
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer
@@ -180,7 +180,7 @@ def delayed_scales(model: str, samples: list, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for times in (1, 3):
         one = WithScales(model)
-        with mock.patch.object(delayed_scaling, "calibrate", one.advance):
+        with mock.patch.object(fp8, "calibrate", one.advance):
             batches = one.trainer.pack(samples)
             passes = [one.trainer.compute_log_probs(batches) for _ in range(times)]
             found["first passes"] = [torch.cat(values) for values in passes]
@@ -195,7 +195,7 @@ def delayed_scales(model: str, samples: list, folder: Path) -> dict[str, Any]:
             found["went on"] = one.weights()
         end_layout()
     again = WithScales(model)
-    with mock.patch.object(delayed_scaling, "calibrate", again.advance):
+    with mock.patch.object(fp8, "calibrate", again.advance):
         checkpoint.load(path, again.trainer, again.trainer.ranks)
         found["loaded"] = again.scales()
         batches = again.trainer.pack(samples)

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from ranks import end_layout, refusing_ties, without_ties
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config, RefreshConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures, over_ranks
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.sync.refresh import measure
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.hooks import ALONE, Place, UpdateHook
+from megatron_rl.report.mismatch_metrics import mismatch_metrics
+from megatron_rl.rollout.refresh import measure
+from megatron_rl.run.update_hooks import update_hooks
+from megatron_rl.trainer.hooks import ALONE, UpdateContext, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 TEMPERATURE = 0.7
-LATER = Place(1)
+LATER = UpdateContext(1)
 """Of the second update of a rollout batch, in which predictors learn."""
 
 
@@ -103,7 +103,7 @@ def score(trainer: Trainer, batches: list[Batch]) -> None:
     trainer.compute_fields(batches, Policy(trainer.config).needs | {"old_log_probs"}, LATER)
 
 
-def update(trainer: Trainer, batches: list[Batch], place: Place = ALONE) -> dict[str, float]:
+def update(trainer: Trainer, batches: list[Batch], place: UpdateContext = ALONE) -> dict[str, float]:
     """By the policy's own objective -> the update's figures."""
     return figures(trainer.update(batches, Policy(trainer.config), place).metrics)
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 
 from megatron_rl.cli import main
-from megatron_rl.trainer import parallel
+from megatron_rl.distributed import parallel
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 

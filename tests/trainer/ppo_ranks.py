@@ -12,17 +12,17 @@ import torch.distributed as dist
 from layouts import make_config, make_trainer, whole_gradients
 from ranks import end_layout
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import AlgorithmConfig, Config, KLConfig, RewardsConfig
+from megatron_rl.config.plan import critic_config, share_of
 from megatron_rl.data.balance import redistribute
-from megatron_rl.data.labels import Labels
+from megatron_rl.data.packing import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import critic_config, share_of
 from megatron_rl.metrics.reduce import figures, merge, over_ranks
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer.advantages import Advantages
+from megatron_rl.trainer.compute_advantages import Advantages
 from megatron_rl.trainer.critic import Critic, StateValues, everywhere
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.trainer.hooks import UpdateContext
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
@@ -188,7 +188,7 @@ def advantages_of(
     batches = [trainer.pack(of_update) for of_update in samples]
     objective = Policy(whole)
     for index, of_update in enumerate(batches):
-        trainer.compute_fields(of_update, objective.needs, Place(index, batches))
+        trainer.compute_fields(of_update, objective.needs, UpdateContext(index, batches))
     scored: list[StateValues] = []
     if critic:
         score = critic.score
@@ -226,7 +226,7 @@ def step(
     objective, updates = replace(Policy(config), kl_coefficient=kl.value), []
     for index, batches in enumerate(rollout_batch):
         advantages.update_critic(index)
-        updates.append(trainer.update(batches, objective, Place(index, rollout_batch)))
+        updates.append(trainer.update(batches, objective, UpdateContext(index, rollout_batch)))
     of_all = over_ranks(trainer.ranks, [advantages.metrics()])
     metrics = merge([of_all, *(update.metrics for update in updates)])
     metrics |= kl.update(updates, PROMPTS * SAMPLES)

@@ -12,16 +12,16 @@ from layouts import make_config, whole_gradients
 from ranks import end_layout
 
 from megatron_rl.algorithms import preference
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.dpo import LOG_PROBS, dpo_loss, mismatched, whole_response
-from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.metrics.reduce import figures, over_ranks
-from megatron_rl.reward import places, reward_loss
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.reward_model import places, reward_loss
+from megatron_rl.tasks.preferences import Comparison
+from megatron_rl.trainer.scored_spans import ScoredSpans, UnitPasses
 from megatron_rl.trainer.trainer import Trainer, build_trainer
-from megatron_rl.trainer.units import Table, UnitPasses
 
 REWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "bradley_terry": ("pair", {"center": 0.1}),
@@ -70,14 +70,14 @@ def learn(trainer: Trainer, config: Config, name: str, seed: int, *, of_reward: 
     comparisons = make_comparisons(seed, kind)
     if of_reward:
         settings = replace(config.reward_model, **keys)
-        table = Table.of(comparisons, partial(places, pooling=settings.pooling))
+        table = ScoredSpans.of(comparisons, partial(places, pooling=settings.pooling))
         passes, loss, learned = UnitPasses(trainer, table), partial(reward_loss, settings, table), "values"
     else:
         settings = replace(config.dpo, **keys)
-        table = Table.of(comparisons, whole_response)
+        table = ScoredSpans.of(comparisons, whole_response)
         passes, baseline, learned = UnitPasses(trainer, table), None, LOG_PROBS
         if settings.loss == "kto":
-            crossed = UnitPasses(trainer, Table.of(mismatched(comparisons), whole_response))
+            crossed = UnitPasses(trainer, ScoredSpans.of(mismatched(comparisons), whole_response))
             sums = crossed.sums(LOG_PROBS, "reference_log_probs")
             baseline = preference.kto_baseline(sums[LOG_PROBS], sums["reference_log_probs"])
         reference = passes.sums("reference_log_probs")["reference_log_probs"]

@@ -6,14 +6,14 @@ import torch
 from ranks import end_layout
 from trainer.layouts import make_config, make_samples, make_trainer, score, update, whole_gradients
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.compression.calibration import measure
+from megatron_rl.compression.sparsity import sparsify
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.models.sizes import Shape
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.calibration import measure
-from megatron_rl.trainer.sparsify import sparsify
+from megatron_rl.distributed import parallel
+from megatron_rl.models.shape import Shape
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 

@@ -11,13 +11,13 @@ import torch
 from layouts import make_config, whole_gradients
 from ranks import end_layout
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.launch.hooks import data_hooks
+from megatron_rl.distributed import parallel
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.models.router import routers
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.run.update_hooks import data_hooks
 from megatron_rl.trainer.hooks import Step
 from megatron_rl.trainer.objective import SFT, GivenGradients, Objective, Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer

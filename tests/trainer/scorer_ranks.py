@@ -10,14 +10,14 @@ from layouts import make_config
 from ranks import end_layout
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config_file import build_config
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config.load import build_config
+from megatron_rl.config.plan import share_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
-from megatron_rl.launch.plan import share_of
+from megatron_rl.distributed import parallel
 from megatron_rl.models.hf_folder import read_tokenizer
-from megatron_rl.rollout.later_rewards import LaterRewards
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.rewards.rewards import Rewards
+from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import build_trainer
 
 COUNT, LONGEST = 9, 30
@@ -87,7 +87,7 @@ def score(
         config = make_config(model, {"rewards": {"models": models}} | layout)
         ranks = parallel.initialize(config.parallel, config.seed)
         task: Any = SimpleNamespace(weights={"liked": 2.0})
-        rewards = LaterRewards(config.rewards, ranks, task, max_new_tokens=LONGEST, zero_truncated=True)
+        rewards = Rewards(config.rewards, ranks, task, max_new_tokens=LONGEST, zero_truncated=True)
         rewards.build(
             lambda folder, layout=layout, ranks=ranks: build_trainer(
                 make_config(folder, layout), ranks, total_updates=None, support=SamplingSupport(), value_head=True
@@ -100,7 +100,7 @@ def score(
         judges = {"wise": {"address": judge, "model": "m", "scale": [0, 100], "max_failures": 1.0, "retries": 0}}
         steps = build_config({"rewards": {"models": {"steps": {"path": classifier, **STEPS}}, "judges": judges}})
         of_steps: Any = SimpleNamespace(weights={"steps": 2.0, "wise": 1.0})
-        by_steps = LaterRewards(steps.rewards, ranks, of_steps, max_new_tokens=LONGEST)
+        by_steps = Rewards(steps.rewards, ranks, of_steps, max_new_tokens=LONGEST)
         by_steps.check([Prompt("p", "")])
         by_steps.build(lambda folder, rewards=rewards: rewards.models["liked"])
         texts = [t for t in make_texts(seed, read_tokenizer(classifier)) if t.group_id in share]

@@ -11,11 +11,11 @@ import torch
 from ranks import run_ranks
 
 from megatron_rl.errors import UserError
+from megatron_rl.hooks.guards import AgreementFloor, check_agreement
 from megatron_rl.metrics.reduce import Metrics, derived, figures, mean
-from megatron_rl.routing.compare import share_of_experts
-from megatron_rl.routing.metrics import layer_name
-from megatron_rl.trainer.agreement import AgreementFloor, check_agreement
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.routing.measure import share_of_experts
+from megatron_rl.routing.passes import layer_name
+from megatron_rl.trainer.hooks import UpdateContext
 from megatron_rl.trainer.objective import CLOSE
 
 
@@ -146,7 +146,7 @@ def test_updates_that_find_the_policy_moved_are_not_judged(bypass):
     floor = AgreementFloor(0.5)
     floor.attach(SimpleNamespace(layout=layout, config=SimpleNamespace(correction=correction)))
     for update in (0, 1, 2, 0):
-        floor.before_forward([], "update", Place(update))
+        floor.before_forward([], "update", UpdateContext(update))
         if update and bypass:
             floor.check(measured(0.31, {}))
         else:

@@ -14,8 +14,8 @@ from ranks import run_ranks
 
 from megatron_rl.algorithms.advantages import group_relative
 from megatron_rl.config import Config
+from megatron_rl.config.plan import share_of
 from megatron_rl.data.balance import partition, plan_updates
-from megatron_rl.launch.plan import share_of
 
 sizes = st.lists(st.integers(1, 60), max_size=7)
 

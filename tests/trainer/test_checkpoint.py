@@ -22,9 +22,10 @@ from megatron_rl.trainer.sharded_state import boxes
 
 def draws_around_a_load(model: str, folder: str) -> tuple[list, list]:
     """What each generator gives after a save, and again after the load. Runs in a process of its own."""
-    from megatron_rl.config_file import build_config
-    from megatron_rl.rollout.sampling import SamplingSupport
-    from megatron_rl.trainer import checkpoint, parallel
+    from megatron_rl.algorithms.sampling_support import SamplingSupport
+    from megatron_rl.config.load import build_config
+    from megatron_rl.distributed import parallel
+    from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.trainer import build_trainer
 
     from megatron.core import tensor_parallel  # isort: skip (after megatron_rl, which makes it importable without a GPU)

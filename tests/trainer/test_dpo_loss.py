@@ -14,11 +14,10 @@ import torch
 from megatron_rl.config import DPOConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.dpo import dpo_loss, mismatched, whole_response
-from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures
-from megatron_rl.trainer.reference import Reference
-from megatron_rl.trainer.units import Table
+from megatron_rl.tasks.preferences import Comparison
+from megatron_rl.trainer.scored_spans import Reference, ScoredSpans
 
 ALONE: Any = SimpleNamespace(main_does=lambda work: work())
 
@@ -36,7 +35,7 @@ def test_the_sft_term_of_kto_is_of_desirable_responses():
     """Its gradient is -coefficient / tokens of all desirable responses at each of these, and 0 at the others."""
     rng = np.random.default_rng()
     labels = rng.permutation([1.0, 0.0, *rng.integers(0, 2, 6)])
-    table = Table.of([response(rng, label) for label in labels], whole_response)
+    table = ScoredSpans.of([response(rng, label) for label in labels], whole_response)
     lengths = torch.tensor([s.response_length for s in table.sequences], dtype=torch.float64)
     policy = torch.from_numpy(rng.normal(-9, 2, len(labels))).requires_grad_()
     reference, baseline = torch.from_numpy(rng.normal(-9, 2, len(labels))), torch.tensor(0.1)
@@ -71,7 +70,7 @@ def test_what_is_kept_of_a_reference_is_of_its_weights_and_precision(tmp_path):
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"0")
-    table = Table.of([response(np.random.default_rng(), 1.0)], whole_response)
+    table = ScoredSpans.of([response(np.random.default_rng(), 1.0)], whole_response)
 
     def name(precision: str = "bf16", file: Path = tmp_path / "kept.npz") -> str:
         return Reference(str(weights.parent), file, ALONE, precision=precision)._name(table)

@@ -7,11 +7,11 @@ import pytest
 from epochs_ranks import EPOCHS, PARTS
 from ranks import run_ranks
 
-from megatron_rl.config_file import build_config
-from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.config.load import build_config
+from megatron_rl.hooks.guards import OLD_KL, TargetKL
 from megatron_rl.metrics.reduce import figures, mean
-from megatron_rl.trainer.hooks import Place, updates_of
-from megatron_rl.trainer.target_kl import OLD_KL, TargetKL
+from megatron_rl.run.update_hooks import update_hooks
+from megatron_rl.trainer.hooks import UpdateContext, updates_of
 
 LAYOUTS = {"dp2": {}, "pp2": {"parallel": {"pipeline": 2}}, "cp2": {"parallel": {"context": 2}}}
 
@@ -58,7 +58,7 @@ def test_an_update_beyond_the_target_kl_ends_the_step_on_all_ranks(found, layout
 
 def test_updates_of_a_rollout_batch():
     rollout = [["a"], ["b"], ["c"]]
-    assert [*updates_of(rollout, 1)] == [(part, Place(part, rollout, False)) for part in range(3)]
+    assert [*updates_of(rollout, 1)] == [(part, UpdateContext(part, rollout, False)) for part in range(3)]
     passes = [*updates_of(rollout, 3)]
     assert [part for part, _ in passes] == [0, 1, 2] * 3
     assert [place.update for _, place in passes] == [*range(9)]
@@ -74,7 +74,7 @@ def test_the_first_update_is_always_done():
     ]
 
     def asked(update: int, total: float, tokens: int) -> tuple[float, float]:
-        hook.before_forward([], "update", Place(update))
+        hook.before_forward([], "update", UpdateContext(update))
         hook.check({OLD_KL: mean(total, tokens)})
         return float(not hook.ends_batch), figures(hook.metrics())["update/left_out"]
 

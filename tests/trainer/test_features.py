@@ -13,11 +13,11 @@ from layouts import make_config, make_samples, samples_without_ties
 from ranks import run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.loss import check_teacher
+from megatron_rl.config.load import build_config
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.teacher_checks import check_teacher
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.trainer import parallel
 from megatron_rl.trainer.features import FEATURE_LOSSES
 
 pytestmark = pytest.mark.timeout(600)  # a fixture runs all layouts

@@ -9,7 +9,7 @@ from ranks import end_layout, run_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, alike, figures, maximum
 from megatron_rl.routing.passes import RouteObserver, RoutePass
-from megatron_rl.trainer.hooks import Place, Step, UpdateHook
+from megatron_rl.trainer.hooks import Step, UpdateContext, UpdateHook
 
 OBSERVED = ["see_logits", "replay", "see_choice"]
 PASS = ["before_forward", "observers"]
@@ -93,8 +93,8 @@ def played(model: str, seed: int) -> dict:
     """What a trainer with the hook makes of updates at scales 1, 1/2 and 0, and of one that the hook refuses."""
     from trainer.layouts import make_config, make_samples
 
-    from megatron_rl.rollout.sampling import SamplingSupport
-    from megatron_rl.trainer import parallel
+    from megatron_rl.algorithms.sampling_support import SamplingSupport
+    from megatron_rl.distributed import parallel
     from megatron_rl.trainer.objective import Policy
     from megatron_rl.trainer.trainer import build_trainer
 
@@ -111,7 +111,7 @@ def played(model: str, seed: int) -> dict:
         batches, objective = trainer.pack(make_samples(seed, 4, 64)), Policy(config)
         before = [p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()]
         toy.scale, toy.calls[:] = scale, []
-        trainer.compute_log_probs(batches, place=Place())
+        trainer.compute_log_probs(batches, place=UpdateContext())
         found["log_probs"], toy.calls[:] = toy.calls.copy(), []
         done = trainer.update(batches, objective)
         found["update"], toy.calls[:] = toy.calls.copy(), []

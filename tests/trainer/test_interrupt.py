@@ -13,9 +13,9 @@ LOOKS = 12
 
 def looks(asked_rank: int, asked_at: int) -> list:
     from megatron_rl.config import ParallelConfig
+    from megatron_rl.distributed import parallel
+    from megatron_rl.distributed.parallel import Interrupt
     from megatron_rl.errors import StopRequested
-    from megatron_rl.trainer import parallel
-    from megatron_rl.trainer.interrupt import Interrupt
 
     ranks = parallel.initialize(ParallelConfig(), 0)
     now = -1

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from trainer.test_prune import write_config
 
-from megatron_rl.algorithms.sparsity import Pattern, magnitude
+from megatron_rl.compression.sparsity import Pattern, magnitude
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from tools.make_tiny_model import Sizes, make_tiny_model
 

@@ -10,7 +10,7 @@ import torch
 from test_objective import draw
 
 from megatron_rl.config import KLConfig
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.metrics.reduce import Metrics, figures, ratio
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Totals

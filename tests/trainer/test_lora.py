@@ -8,10 +8,10 @@ from layouts import make_samples
 from ranks import run_ranks, without_ties
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.lora import check_lora
+from megatron_rl.checks.preflight import preflight
+from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.lora_checks import check_lora
-from megatron_rl.launch.preflight import preflight
 from megatron_rl.models.parallel_check import read_hf_config
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.launch.lost import lost_contact
-from megatron_rl.rollout.server import reserve_port
-from megatron_rl.trainer import parallel
+from megatron_rl.distributed import parallel
+from megatron_rl.distributed.collective_errors import lost_contact
+from megatron_rl.servers.server import reserve_port
 from tests.ranks import fork, rank_environment
 
 

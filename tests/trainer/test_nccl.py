@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.trainer import parallel
+from megatron_rl.distributed import parallel
 
 
 def setting_after_start(given: str | None) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.losses import POLICY_LOSSES, LossInputs, LossTerms, PolicyLoss
-from megatron_rl.config_file import build_config
+from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Batch, Layout, pack
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.reduce import figures, merge

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.packing import IGNORED, Layout, assign, micro_batch_count, pack, pack_all
-from megatron_rl.data.record import load_trajectories, save_trajectories
 from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures, Sequence
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, load_trajectories, save_trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.ops.token_places import TokenPlaces
 from megatron_rl.routing.table import RouteShape

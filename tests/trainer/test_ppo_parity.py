@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification
 from weights import classifier
 
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config.plan import share_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.launch.plan import share_of
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 

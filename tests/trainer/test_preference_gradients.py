@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from weights import classifier
 
+from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments.comparisons import Comparison
-from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.trainer import parallel
+from megatron_rl.distributed import parallel
+from megatron_rl.tasks.preferences import Comparison
 from megatron_rl.trainer.trainer import build_trainer
 
 

@@ -14,7 +14,7 @@ from models.test_convert import read_folder
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.models.slim import REPORT
+from megatron_rl.compression.structured_pruning import REPORT
 from tests.program import forked
 from tools.make_tiny_model import FAMILIES
 

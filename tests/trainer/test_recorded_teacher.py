@@ -11,13 +11,13 @@ from ranks import run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config_file import build_config
+from megatron_rl.checks.loss import check_teacher
+from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence, TopLogProbs
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
-from megatron_rl.launch.teacher_checks import check_teacher
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.trainer import parallel
 
 pytestmark = pytest.mark.timeout(600)  # a test runs all layouts
 

@@ -11,7 +11,7 @@ from ranks import NearTie, run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatron_rl.algorithms.balance import load_balancing_terms, z_terms
+from megatron_rl.algorithms.router_losses import load_balancing_terms, z_terms
 from megatron_rl.data.sequence import Sequence
 
 pytestmark = pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from trainer.layouts import make_samples
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.algorithms.sparsity import Pattern, magnitude, sparsegpt, wanda
+from megatron_rl.compression.sparsity import Pattern, magnitude, sparsegpt, wanda
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 

@@ -20,19 +20,17 @@ from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
+from megatron_rl.hooks.predictors import Predictors
 from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
-from megatron_rl.routing.memory import RouteTable
-from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.table import RouteShape
-from megatron_rl.routing.utilization import Load
-from megatron_rl.trainer import parallel
+from megatron_rl.routing.measure import Load
+from megatron_rl.routing.table import RouteShape, RouteTable
 from megatron_rl.trainer.checkpoint import random_states
-from megatron_rl.trainer.hooks import Place, UpdateHook
+from megatron_rl.trainer.hooks import UpdateContext, UpdateHook
 from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.coactivation import Active, Coactivation
-from megatron_rl.vp2o.experts import ExpertLayer, Experts
+from megatron_rl.vp2o.expert_groups import Active, Coactivation, ExpertLayer, Experts
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
 
@@ -451,7 +449,7 @@ def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     topk = [b.routes.recorded[first][b.routes.counted] for batches in updates for b in batches]
     own = [b.routes.recorded[first][b.routes.counted] for b in updates[0]]
     result = {"expected": stein.coactivation(torch.cat(topk), 8), "expected_own": stein.coactivation(torch.cat(own), 8)}
-    for name, place in (("whole", Place(0, updates)), ("own", Place())):
+    for name, place in (("whole", UpdateContext(0, updates)), ("own", UpdateContext())):
         update(trainer, updates[0], place)
         result[name] = transform._interactions[first].coactivation
     return result
@@ -557,7 +555,7 @@ def transform_of(
     table = RouteTable(RouteShape((0,), experts, topk.shape[1]), everywhere, torch.arange(0))
     table.left(Coactivation)[0] = stein.coactivation(topk, experts) * len(topk)
     table.left(Active)[0] = table.left(Coactivation)[0].diagonal()
-    transform.before_forward([SimpleNamespace(routes=table)], "update", Place())
+    transform.before_forward([SimpleNamespace(routes=table)], "update", UpdateContext())
     return transform, slices
 
 

@@ -1,0 +1,230 @@
+"""Agents of the user's own, which speak the OpenAI API, as a rollout program: one session of the endpoint a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import secrets
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, override
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.agents.agent import AgentCollection, Agents, TimeLimit
+from megatron_rl.agents.conversation import Conversation
+from megatron_rl.agents.endpoint import Endpoint, reward_parts
+from megatron_rl.agents.recorder import Session
+from megatron_rl.config import Config
+from megatron_rl.config.registry import resolve
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.servers.client import EngineLost, Reply, SGLangClient
+from megatron_rl.tasks import Task
+from megatron_rl.tools.tool import ToolLost, in_thread
+
+if TYPE_CHECKING:
+    from megatron_rl.distributed.parallel import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class OpenAIAgents(Agents):
+    """agent.function, or the task's own agent, is called once a sample, with the prompt and the base URL of its session.
+
+    It is a function (prompt, base_url) -> reward, plain (it gets a thread) or async. The reward is a number or numbers by
+    name; None leaves it to the task, which scores the last reply. One with a parameter reward_url gets the URL where the reward
+    may be posted instead: tools that know the base URL cannot pay their agent.
+    """
+
+    calls_tools = False
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
+        name = config.agent.function
+        function = resolve("function", name, {}, "agent.function") if name else task.agent()
+        if function is None:
+            raise UserError(
+                "config: rollout.program: openai_agent needs agent.function: module:name, a function (prompt, base_url)"
+            )
+        self.function = function
+        try:
+            signature = inspect.signature(self.function)
+            self.posts = "reward_url" in signature.parameters
+            signature.bind(None, "", **({"reward_url": ""} if self.posts else {}))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
+        super().__init__(config, tokenizer, task, ranks)
+        self.endpoint = Endpoint()
+        ranks.leaders_do(lambda: self._begin(own=not name))
+
+    def _begin(self, *, own: bool) -> None:
+        assert self.toolbox is not None  # of a leader
+        try:
+            if own:
+                self.toolbox.loop.run(self.task.open())
+            self.toolbox.loop.run(self.endpoint.start())
+        except ToolLost as error:
+            self.toolbox.close()
+            raise UserError(f"data.task: {self.task.name}: {error}") from None
+
+    @override
+    def with_task(self, task: Task) -> Self:
+        if not self.config.agent.function:
+            raise UserError(f"the agent of data.task: {self.task.name} plays its own prompts alone; set agent.function")
+        return super().with_task(task)
+
+    @override
+    def collect(self, **settings: Any) -> Collection:
+        # A session may be several sequences: which of them are of the first update is known when all have ended.
+        settings["features_from"] = 0
+        return OpenAICollection(**settings, agents=self)
+
+    @override
+    def close(self) -> None:
+        if self.toolbox is not None:
+            self.toolbox.loop.run(self.endpoint.close())
+        super().close()
+
+
+@dataclass
+class OpenAICollection(AgentCollection):
+    """The sessions of one step. They go on in the loop while a dead engine is brought back: their requests wait for it."""
+
+    agents: OpenAIAgents = None  # type: ignore[assignment]  # as in AgentCollection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sessions: dict[int, Session] = {}
+        self._ended: dict[int, str] = {}
+        self._asked: dict[int, int] = {}
+        self._working: list[asyncio.Task] = []
+        self._flying: set[asyncio.Task] = set()
+        self._problem: BaseException | None = None
+
+    @property
+    @override
+    def _arrived(self) -> int:
+        return len(self._ended)
+
+    @override
+    async def _run(self, client: SGLangClient) -> None:
+        before = client.retried
+        self._problem, self._broken = None, asyncio.Event()
+        async with client:
+            self._client = client
+            if not self._working:
+                self._served = asyncio.Event()
+                self._free = asyncio.Semaphore(self.agents.config.rollout.concurrency)
+                self._working = [asyncio.create_task(self._work(request)) for request in self._requests]
+            self._served.set()
+            broken = asyncio.create_task(self._broken.wait())
+            everything = asyncio.create_task(asyncio.wait(self._working))
+            try:
+                await asyncio.wait([broken, everything], return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                for task in self._working:
+                    task.cancel()
+                raise
+            finally:
+                broken.cancel()
+                self._served.clear()
+            if self._flying:  # they learn that the engine is lost, too
+                await asyncio.wait(self._flying)
+        self.retries += client.retried - before
+        if self._problem is not None and not isinstance(self._problem, EngineLost):
+            for task in self._working:
+                task.cancel()
+        if self._problem is not None:
+            raise self._problem
+        for task in self._working:
+            task.result()
+
+    async def _work(self, request: int) -> None:
+        """One session, from its beginning to its end."""
+        async with self._free:
+            await self._lead(request)
+
+    async def _lead(self, request: int) -> None:
+        agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
+        name = secrets.token_urlsafe(16)  # what is late from an earlier step finds no session
+        limit = TimeLimit(agents.settings.time_limit_s)
+
+        asking = 0
+
+        async def ask(talk: Conversation, sampling: dict[str, Any]) -> Reply:
+            nonlocal asking
+            asking += 1
+            try:
+                return await self._ask_when_served(request, talk, sampling, limit)
+            finally:
+                asking -= 1
+
+        most, room = self.max_new_tokens, agents.config.rollout.context_length
+        ends, parts = self.stop_token_ids, agents.task.parts
+        renders = agents.renders(self)
+        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts, renders=renders)
+        self._sessions[request] = agents.endpoint.sessions[name] = session
+        reason = "stop"
+        try:
+            async with limit:
+                named = {"reward_url": agents.endpoint.reward_url(name)} if agents.posts else {}
+                work = partial(agents.function, prompt, agents.endpoint.url(name), **named)
+                if inspect.iscoroutinefunction(agents.function):
+                    found = await work()
+                else:
+                    found = await in_thread(work)
+            if found is not None:
+                session.reward = reward_parts(found)
+        except TimeoutError as error:
+            reason = "time" if limit.expired() and not asking else "failure"
+            late = f"the engine was still asked when agent.time_limit_s = {agents.settings.time_limit_s:g} s were over"
+            problem = late if limit.expired() else f"its agent failed: {error!r}"
+            self._note(request, problem if reason == "failure" else "")
+        except Exception as error:  # of the user's function
+            reason = "tokens" if session.full else "failure"
+            text = f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._note(request, "" if session.full else text)
+        finally:
+            session.close(reason)
+            agents.endpoint.sessions.pop(name, None)
+        cut = session.latest is not None and session.latest.talk.finish_reason == "tokens"
+        self._ended[request] = "tokens" if cut and reason == "stop" else reason
+        await self._finish([request])
+
+    async def _ask_when_served(
+        self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit
+    ) -> Reply:
+        """A reply. The limit stands still while the engine is restarted, and not while it samples.
+
+        An agent may ask as often as it likes, so nothing else would bound a session.
+        """
+        number = self._asked.setdefault(request, 0)
+        self._asked[request] += 1
+        while True:
+            with limit.paused():
+                await self._served.wait()
+            try:
+                asking = asyncio.create_task(self._reply(self._client, request, talk, sampling, number=number))
+                self._flying.add(asking)
+                asking.add_done_callback(self._flying.discard)
+                return await asking
+            except EngineLost as error:
+                self._break(error)
+            except UserError as error:
+                self._break(error)
+                raise
+
+    def _break(self, error: BaseException) -> None:
+        """Give the step's loop the problem: it brings the engine back, or ends the run."""
+        self._served.clear()
+        self._problem = self._problem or error
+        self._broken.set()
+
+    @override
+    def _sample(self, request: int) -> list[Trajectory]:
+        session, prompt = self._sessions[request], self.prompts[self._prompt_of(request)]
+        talks = [branch.talk for branch in session.branches if branch.talk.replies]
+        talks = talks or [Conversation(prompt.tokens)]
+        return self._judged(talks, request, session.last.final or "", session.reward, self._ended[request])

@@ -1,0 +1,255 @@
+"""`megatron-rl report RUN --attribute`: how much of the mismatch KL each source carries.
+
+A recorded batch (rollout.record) is scored again with the weights that it was sampled from, as the run scored it and with
+one source of the mismatch removed at a time, on the trainer's side: the experts those of the engine, then their weights too,
+the tokens outside the safe set left out, attention in fp64, all products in fp32. What no removal takes away is the engine's
+own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.correction import divergence
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.model_and_machine import activate_flash
+from megatron_rl.checks.model_folders import with_folders
+from megatron_rl.config import FROM_ENGINE, Config, KLConfig, OptimizerConfig
+from megatron_rl.config.load import load_config
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.data.trajectory import Trajectory, load_trajectories
+from megatron_rl.distributed import parallel
+from megatron_rl.errors import UserError
+from megatron_rl.hooks.routing_replay import RoutingReplay
+from megatron_rl.metrics import attribution
+from megatron_rl.metrics.attribution import Attribution, Source
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.models.attention import exact_attention
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.models.precision import Machine, check_precision, this_machine
+from megatron_rl.run.update_hooks import update_hooks
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+ROUTERS_OF_FEW = {"DeepseekV3ForCausalLM": 16, "GptOssForCausalLM": 128}
+"""Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later: decoded
+among few, a token may go to other experts than in a prefill. That of gpt-oss is FlashInfer's, where that is installed."""
+_RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
+
+
+def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attribution | None:
+    """Write the run's attribution.json; returns what is in it on the first process. Every process calls it.
+
+    step: 0-based, by default the newest that has both its rollouts and its weights; overrides: of the run's config.
+    Errors: UserError naming what the run lacks.
+    """
+    if not (run / "config.yaml").exists():
+        raise UserError(f"report: {run} holds no run (no config.yaml)")
+    config = with_folders(load_config(run / "config.yaml", overrides), "attribution")
+    step, version, weights = _choose(run, config, step)
+    hf_config, machine = read_hf_config(config.model.path), this_machine()
+    check_precision(config.precision, machine, rolls_out=False)
+    check_parallel(hf_config, config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    activate_flash(config, hf_config, machine)
+    ranks = parallel.initialize(config.parallel, config.seed)
+    try:
+        files = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))
+        trajectories = [trajectory for file in files for trajectory in load_trajectories(file)]
+        found = attribute(config, ranks, trajectories, weights, step, version)
+    finally:
+        parallel.shutdown()
+    if ranks.rank:
+        return None
+    attribution.save(found, run)
+    return found
+
+
+def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path | None]:
+    """A recorded step, that of the weights that sampled it, and their checkpoint (None: the model folder's own)."""
+    recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
+    if not recorded:
+        raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
+    weights: dict[int, Path | None] = {0: Path(config.checkpoint.load) if config.checkpoint.load else None}
+    weights |= {checkpoint.step_of(path): path for path in checkpoint.complete_checkpoints(run / "checkpoints")}
+    refreshed = [line for line in read_json_lines(run / METRICS_FILE) if line.get("sync/staleness")]  # by drift
+    ages = {line["step"] - 1: int(line["sync/staleness"]) for line in refreshed}
+    version = {number: number + 1 - ages.get(number, 1) for number in recorded}
+    usable = sorted(number for number in recorded if version[number] in weights)
+    if step is None and usable:
+        step = usable[-1]
+    if step not in usable:
+        asked = "" if step is None else f" --step {step}:"
+        has = f"steps {', '.join(map(str, usable))} have both" if usable else "no step has both"
+        raise UserError(
+            f"report:{asked} a step needs its rollouts and the checkpoint of its weights, and {has};"
+            " checkpoint.every and checkpoint.keep say which are kept"
+        )
+    return step, version[step], weights[version[step]]
+
+
+def attribute(
+    config: Config, ranks: parallel.Ranks, trajectories: list[Trajectory], weights: Path | None, step: int, version: int
+) -> Attribution:
+    """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed.
+
+    Every process calls it with the same arguments.
+    """
+    versions = ({span.version for span in t.weight_spans} for t in trajectories)
+    usable = [t for t, of in zip(trajectories, versions, strict=True) if of == {str(version)} and t["loss_mask"].any()]
+    if not usable:
+        raise UserError(
+            f"report: no recorded response of step {step} is of the weights of step {version} alone; name another with --step"
+        )
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    try:
+        for trajectory in usable:
+            support.check_recorded(trajectory.support)
+    except ValueError as error:
+        raise UserError(f"report: the responses of step {step} were {error}") from None
+    samples: list[Sequence] = [*usable[ranks.data_rank :: ranks.data_size]]
+    routing = config.routing
+    routes, gates = (RoutingReplay("r3", gates=also, give_up_below=routing.give_up_below) for also in (False, True))
+    replayed = (gates if routing.replay_gates else routes) if routing.source in FROM_ENGINE else None
+    config = _scoring_alone(config)
+    own = _Scorer(config, ranks, samples, weights, step)
+    dense = own.trainer.layout.routes is None
+    without_routes = (
+        (dense and config.model.moe_router_fusion, "the fused router knows no replay"),
+        (dense, "a dense model has none"),
+    )
+    reasons = {
+        "routes": (
+            *without_routes,
+            (replayed, "the run replays the engine's already"),
+            (all(t.routes is None for t in usable), "not recorded: set rollout.routes: true"),
+        ),
+        "gates": (
+            *without_routes,
+            (replayed is gates, "the run replays the engine's already"),
+            (all(t.gates is None for t in usable), "not recorded: set rollout.gates: true"),
+        ),
+        "tail": (
+            (config.pruning.enabled, "the run prunes it already"),
+            (any(t.kept is not None for t in usable), "the sampler truncates it already"),
+        ),
+        "precision": ((config.precision.train == "fp32", "the run trains in fp32 already"),),
+    }
+    stays = {name: why for name, cases in reasons.items() if (why := next((w for holds, w in cases if holds), None))}
+    removed: dict[str, tuple[str, Tensor | None]] = {}
+
+    def remove(name: str, how: str, scorer: _Scorer, **options: Any) -> None:
+        """Score without a source, unless it stays."""
+        if name in stays:
+            removed[name] = stays[name], None
+        else:
+            removed[name] = how, scorer.compare(base, scorer.score(**{"replay": replayed, **options}))
+
+    base = own.score(replay=replayed)
+    rho = config.pruning.rho
+    few = routed_otherwise(own.trainer.model.hf_config.architectures or [], config.precision.rollout, this_machine())
+    remove("routes", f"experts of the engine replayed{few}", own, replay=routes)
+    remove("gates", "experts of the engine and their weights replayed", own, replay=gates)
+    remove("tail", f"tokens below {rho:.2g} of the likeliest left out", own, rho=rho)
+    remove("attention", "attention in fp64", own, exact=True)
+    whole = _everywhere(ranks, own.compare(base, base))
+    dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
+    del own
+    exact = replace(config, precision=replace(config.precision, train="fp32"))
+    best = _Scorer(exact, ranks, samples, weights, step)
+    best.round_weights(dtypes)
+    remove("precision", f"fp32 in place of {config.precision.train}", best)
+    most = next((one for name, one in (("gates", gates), ("routes", routes)) if name not in stays), replayed)
+    rho = None if "tail" in stays else rho
+    remove("all", "all of the above together", best, replay=most, rho=rho, exact=True)
+
+    sources = [
+        Source(name, how, None) if sums is None else attribution.source(name, how, *_everywhere(ranks, sums).unbind(1))
+        for name, (how, sums) in removed.items()
+    ]
+    _, kl, tokens = whole.sum(0).tolist()
+    return Attribution(step, round(tokens), len(usable), len(trajectories) - len(usable), kl / max(tokens, 1), sources)
+
+
+def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
+    """A text to append on the engine's own part in the routes, empty where there is nothing to say."""
+    rows = max((ROUTERS_OF_FEW.get(name, 0) for name in architectures), default=0)
+    if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
+        return ""
+    return f"; its own decode routes up to {rows} tokens by another product than its prefill"
+
+
+def _scoring_alone(config: Config) -> Config:
+    """Without what only training needs, or refuses for a single update."""
+    algorithm = replace(config.algorithm, kl=KLConfig())
+    source = "pr2" if config.routing.source == "pr2" else "none"
+    # What is scored belongs to no update: it is predicted for the mean of them.
+    routing = replace(config.routing, source=source, features="trainer", predictor_horizon="constant")
+    return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
+
+
+def _everywhere(ranks: parallel.Ranks, mine: Tensor) -> Tensor:
+    return torch.cat(ranks.gather(mine))
+
+
+class _Scorer:
+    """A trainer that only scores, always the same samples."""
+
+    def __init__(
+        self, config: Config, ranks: parallel.Ranks, samples: list[Sequence], weights: Path | None, step: int
+    ) -> None:
+        support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+        hooks = update_hooks(config, scores_alone=True)
+        self.trainer: Trainer = build_trainer(config, ranks, total_updates=None, support=support, hooks=hooks)
+        if weights is not None:
+            # At its first step the run's predictors are new, whatever it started from.
+            checkpoint.load_weights(weights, self.trainer, hooks=step > 0)
+        self.samples = samples
+
+    @torch.no_grad()
+    def round_weights(self, dtypes: list[torch.dtype]) -> None:
+        """Round to the weights of a trainer with parameters of these types: those that the engine was given."""
+        parameters = (p for chunk in self.trainer.chunks for p in chunk.parameters())
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            parameter.copy_(parameter.to(dtype))
+
+    def score(self, *, replay: RoutingReplay | None, rho: float | None = None, exact: bool = False) -> list[Tensor]:
+        """k3 of each token of the loss [n], by micro-batch; none on ranks without the head.
+
+        It is NaN outside the run's own safe set, where no KL is measured. replay: of the engine's routes, in the place of the
+        run's hooks. rho: tokens outside that one count 0. exact: attention in fp64.
+        """
+        trainer = self.trainer
+        hooks = [replay] if replay else trainer.hooks
+        self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
+        with exact_attention(trainer.chunks) if exact else nullcontext():
+            found = trainer.compute_log_probs(self.batches, hooks=hooks)
+            pruned: list[Tensor | None] = [None] * len(found)
+            if rho is not None:
+                support = replace(trainer.support, min_p=rho)
+                pruned = trainer.compute_log_probs(self.batches, support=support, hooks=hooks)
+        triples = zip(self.batches, found, pruned, strict=True)
+        return [self._k3(batch, own, within) for batch, own, within in triples if own is not None]
+
+    def _k3(self, batch: Batch, log_probs: Tensor, pruned: Tensor | None) -> Tensor:
+        d = log_probs.double() - batch["rollout_log_probs"].double()
+        k3 = torch.where(d.isfinite(), divergence(torch.where(d.isfinite(), d, 0.0), "k3"), torch.nan)
+        k3 = k3 if pruned is None else torch.where(pruned > -torch.inf, k3, 0.0)
+        return k3[batch.mask]  # precisions pad differently
+
+    def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
+        """[S, 3]: `common_sums` of this rank's sequences. Empty on ranks whose results do not count."""
+        sums = []
+        # Of a stage without the head there is none, else one of each micro-batch.
+        for batch, one, other in zip(self.batches, before, after, strict=False):
+            sums.append(attribution.common_sums(one, other, batch.segments.take(batch.mask)).T)
+        counts = self.trainer.reports and self.trainer.layout.context_rank == 0
+        return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, 3, dtype=torch.float64)

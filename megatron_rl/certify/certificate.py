@@ -1,0 +1,168 @@
+"""The certificate: lines for the terminal, a page, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.certify.compare import LOG_PROBS, Comparison, Difference, Place
+from megatron_rl.config import Config
+from megatron_rl.data.hub import as_id
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
+
+PAGE, DATA = "certificate.md", "certificate.json"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One equation of the proof."""
+
+    name: str
+    says: str
+    """What is compared, in words."""
+    found: Comparison
+    remark: str = ""
+
+
+def name_of(place: Place) -> str:
+    """`'router' of layer 3`."""
+    layer, operator = place
+    return f"'{operator}'" if layer is None else f"'{operator}' of layer {layer}"
+
+
+def outcome(found: Comparison) -> str:
+    """One line: equal to the last bit, or how far it is apart, and from where on."""
+    if not found.tokens:
+        return "not compared"
+    apart = f"; {found.otherwise} of {found.sequences} sequences have other tokens from some token on"
+    apart = apart if found.otherwise else ""
+    if found.first is None:
+        of_layers = [place for place in found.places if place[0] is not None]
+        alone = [operator for layer, operator in found.places if layer is None]
+        layers, operators = ({place[i] for place in of_layers} for i in (0, 1))
+        many = [f"{len(operators)} operators x {len(layers)} layers"] if layers else []
+        parts = [*many, *alone, *([LOG_PROBS] if found.log_probs.rows else [])]
+        return f"equal to the last bit: {found.tokens} tokens; {', '.join(parts)}{apart}"
+    one = found.log_probs if found.first[1] == LOG_PROBS else found.places[found.first]
+    line = f"unequal, first {name_of(found.first)}: {one.unequal} of {one.rows} rows, by {one.largest:.2g} at most"
+    if one is not found.log_probs:
+        line += f"; log-probs: {_cell(found.log_probs)}, KL {found.kl:.2g}"
+    return line + apart
+
+
+def _cell(one: Difference | None) -> str:
+    if one is None or not one.rows:
+        return "-"
+    return f"{one.largest:.2g} ({one.unequal} of {one.rows})" if one.unequal else "equal"
+
+
+def page(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> str:
+    """The page, in Markdown."""
+    lines = [f"# Certificate of {config.name}", "", verdict(config, steps), ""]
+    lines += [f"- {name}: {value}" for name, value in _facts(config, versions).items()]
+    lines += ["", "| step | what is compared | outcome |", "|---|---|---|"]
+    for step in steps:
+        remark = f" ({step.remark})" if step.remark else ""
+        lines.append(f"| {step.name} | {step.says}{remark} | {outcome(step.found)} |")
+    lines += [
+        "",
+        "Batch invariance says that a token's numbers do not depend on what is computed beside it; with decode = prefill and",
+        "prefill = trainer it follows that trainer = decode, which the last step also measures. Equal means: every value of",
+        "every row is the same number. Layers are counted from 0.",
+    ]
+    shown = [step for step in steps if step.found.first is not None]
+    if not shown and steps[-1].found.tokens:
+        shown = [steps[-1]]
+    for step in shown:
+        lines += ["", f"## {step.name}", "", *_table(step.found)]
+        lines += _left_out(step.found)
+    return "\n".join(lines) + "\n"
+
+
+def verdict(config: Config, steps: Sequence[Step]) -> str:
+    """The sentence in front."""
+    if all(step.found.equal for step in steps):
+        return "Trainer and engine are equal to the last bit."
+    step = next(step for step in steps if not step.found.equal)
+    asked = "" if config.precision.identical else " `precision.identical` is off, so that this is a report."
+    if step.found.first is None:
+        return f"Not shown: {step.name}: {outcome(step.found)}.{asked}"
+    of_all = steps[-1].found.first
+    begins = f" Trainer and engine part at {name_of(of_all)}." if of_all is not None and step is not steps[-1] else ""
+    return f"Not equal: {step.name}: {outcome(step.found)}.{begins}{asked}"
+
+
+def _facts(config: Config, versions: dict[str, str]) -> dict[str, str]:
+    p, precision = config.parallel, config.precision
+    sizes = {name: getattr(p, name) for name in ("tensor", "pipeline", "context", "expert")}
+    return {
+        "model": as_id(config.model.path),
+        "precision": f"trainer {precision.train}, engine {precision.rollout},"
+        f" `precision.identical` {'on' if precision.identical else 'off'}",
+        "layout": ", ".join(f"{name} {size}" for name, size in sizes.items())
+        + f"; server: tensor {config.rollout.server.tensor}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+
+
+def _table(found: Comparison) -> list[str]:
+    """Operator x layer: equal, or the largest difference and how many rows are unequal."""
+    layers = sorted({layer for layer, _ in found.places if layer is not None})
+    operators = sorted({operator for layer, operator in found.places if layer is not None}, key=OF_LAYER.index)
+    lines = [f"| operator | {' | '.join(f'layer {layer}' for layer in layers)} |", "|---" * (len(layers) + 1) + "|"]
+    for operator in operators:
+        lines.append(f"| {operator} | {' | '.join(_cell(found.places.get((layer, operator))) for layer in layers)} |")
+    single = {operator: one for (layer, operator), one in found.places.items() if layer is None}
+    single[LOG_PROBS] = found.log_probs
+    lines = lines if layers else []
+    lines += ["", *(f"- {operator}: {_cell(one)}" for operator, one in single.items())]
+    return [*lines, f"- KL: {found.kl:.3g} nats per token"]
+
+
+def _left_out(found: Comparison) -> list[str]:
+    names = sorted({operator for _, operator in (*found.left_alone, *found.right_alone)})
+    return ["", f"Not compared, as one side does not have it, or in another form: {', '.join(names)}."] if names else []
+
+
+def as_json(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> dict[str, Any]:
+    """What certificate.json holds."""
+
+    def of_difference(one: Difference) -> dict[str, Any]:
+        return {"rows": one.rows, "unequal": one.unequal, "largest": one.largest}
+
+    def of_step(step: Step) -> dict[str, Any]:
+        found = step.found
+        first = found.first and {"layer": found.first[0], "operator": found.first[1]}
+        places = [
+            {"layer": layer, "operator": name} | of_difference(one) for (layer, name), one in found.places.items()
+        ]
+        return {
+            "name": step.name,
+            "says": step.says,
+            "remark": step.remark,
+            "equal": found.equal,
+            "first": first,
+            "sequences": found.sequences,
+            "tokens": found.tokens,
+            "other_tokens": found.otherwise,
+            "log_probs": of_difference(found.log_probs) | {"kl": found.kl},
+            "places": places,
+            "not_compared": sorted({name for _, name in (*found.left_alone, *found.right_alone)}),
+        }
+
+    return {
+        "equal": all(step.found.equal for step in steps),
+        "identical": config.precision.identical,
+        **_facts(config, versions),
+        "steps": [of_step(step) for step in steps],
+    }
+
+
+def write(folder: Path, config: Config, steps: Sequence[Step], versions: dict[str, str]) -> Path:
+    """Write both files into a run's folder; returns the page."""
+    (folder / DATA).write_text(json.dumps(as_json(config, steps, versions), indent=2) + "\n")
+    (folder / PAGE).write_text(page(config, steps, versions))
+    return folder / PAGE

@@ -1,0 +1,139 @@
+"""`megatron-rl certify CONFIG`: trainer and engine of a config on the same tokens, every operator compared bit for bit.
+
+The proof has three steps: a token's numbers do not depend on what is computed beside it (batch invariance), decode computes
+what prefill computes, and prefill what the trainer computes. So trainer = decode, which is measured too. Both sides have the
+weights of model.path; nothing is trained or pushed. The engine goes before the trainer is built, as both may share GPUs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.certify.certificate import Step, outcome, verdict, write
+from megatron_rl.certify.choice import certified
+from megatron_rl.certify.compare import Recorded, compare, without_log_probs
+from megatron_rl.certify.engine_side import EngineRecorder, Sides
+from megatron_rl.certify.record import TrainerRecorder
+from megatron_rl.config import Config
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.models.hf_folder import check_served
+from megatron_rl.run.run import Run
+from megatron_rl.servers.local import place_here, visible_names
+from megatron_rl.servers.server import RolloutServer
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from megatron_rl.tasks import Prompt
+from megatron_rl.trainer.trainer import build_trainer
+
+LOG = "certificate.sglang.log"
+Side = Mapping[int, Recorded]
+
+
+def certify_command(config: Config, prompts: int, tokens: int) -> int:
+    """Write the certificate of a config into its run's folder. Every process calls it.
+
+    prompts: how many of the task's; tokens: of the longest response. Returns the exit status: 1 where `precision.identical`
+    asks for equality and something is unequal, else 0. Errors: UserError naming the key of what cannot be certified.
+    """
+    config = certified(config, prompts, tokens)
+    with Run(config, kind="ask") as run:
+        check_served(config, run.hf_config, pushes=False)
+        asked = run.stream.next(prompts)
+        of_engine: list[Sides] = []  # on rank 0 alone, as they are large
+
+        def ask() -> list[Trajectory]:
+            of_engine.append(_ask(run, asked, tokens))
+            return of_engine[0].trajectories
+
+        trajectories = run.ranks.main_does(ask, patient=True)
+        run.logger.say("trainer: all sequences together, then each alone")
+        recorder = TrainerRecorder(build_trainer(config, run.ranks, total_updates=None, support=run.support))
+        trained = recorder.together(trajectories, run.support)
+        alone = recorder.alone(trajectories, run.support)
+        # A prefill's log-probs are those of the whole distribution.
+        plain = SamplingSupport()
+        as_sampled = run.support == plain
+        read = trained if as_sampled else recorder.together(trajectories, plain, operators=False)
+
+        def judge() -> int:
+            steps = _steps(of_engine[0], trained, alone, read, as_sampled=as_sampled)
+            for step in steps:
+                remark = f" ({step.remark})" if step.remark else ""
+                run.logger.say(f"{step.name}: {outcome(step.found)}{remark}")
+            run.logger.say(verdict(config, steps))
+            versions = {name: version(name) for name in ("torch", "megatron-core", "megatron-rl")}
+            run.logger.say(f"certificate: {write(run.folder, config, steps, versions)}")
+            return int(config.precision.identical and not all(step.found.equal for step in steps))
+
+        return run.ranks.main_does(judge, patient=True)
+    return 0  # it was asked to end
+
+
+def _steps(sides: Sides, trained: Side, alone: Side, read: Side, *, as_sampled: bool) -> list[Step]:
+    """The equations of the proof, in order.
+
+    read: log-probs of the whole distribution, which a prefill has; as_sampled: it is the one that was sampled from.
+    """
+    decoded = sides.decode if as_sampled else {n: without_log_probs(one) for n, one in sides.decode.items()}
+    as_read = {n: replace(one, log_probs=read[n].log_probs) for n, one in trained.items()}
+    return [
+        Step(
+            "engine: prefill alone = among others",
+            "each sequence as a prompt of its own, and all in one batch",
+            compare(sides.prefill_alone, sides.prefill),
+        ),
+        Step(
+            "engine: decode alone = among others",
+            "each response sampled alone, and all in one batch, by the same seeds",
+            compare(sides.decode_alone, sides.decode),
+        ),
+        Step("engine: decode = prefill", "responses as they were sampled, and read", compare(decoded, sides.prefill)),
+        Step(
+            "engine: prefix cache",
+            "sequences with a part of each in the prefix cache, and without",
+            compare(sides.cached, sides.prefill),
+            f"{sides.from_cache} tokens from the cache",
+        ),
+        Step(
+            "engine: retracted requests",
+            "responses whose cache was taken away while they were sampled, and others",
+            compare(sides.retracted, sides.decode),
+            f"{sides.computed_again} of {len(sides.retracted)} were computed again",
+        ),
+        Step(
+            "trainer: alone = among others",
+            "each sequence in a micro-batch of its own, and packed with others",
+            compare(alone, trained),
+        ),
+        Step("trainer = prefill", "the trainer, and the engine's prefill", compare(as_read, sides.prefill)),
+        Step("trainer = decode", "the trainer, and the engine as it sampled", compare(trained, sides.decode)),
+    ]
+
+
+def _ask(run: Run, prompts: list[Prompt], tokens: int) -> Sides:
+    config = run.config
+    room = config.rollout.context_length - max(len(prompt.tokens) for prompt in prompts) - 1
+    longest = max(2, min(tokens, room))
+    # Of mixed lengths: requests end while others go on.
+    lengths = [longest - (longest // 2) * n // max(1, len(prompts)) for n in range(len(prompts))]
+    with tempfile.TemporaryDirectory(prefix="certify-", dir=run.folder) as folder:
+        trace = Path(folder) / "trace"
+        trace.mkdir()
+        [gpus, *_] = place_here(config, trains=False)
+        run.logger.say(f"engine: {config.model.path} is being loaded")
+        server = RolloutServer.from_config(
+            config,
+            pythonpath=[SERVER_PYTHONPATH],
+            log_path=run.folder / LOG,
+            devices=visible_names(gpus),
+            trace=trace,
+        )
+        with server:
+            recorder = EngineRecorder(
+                server, trace, run.support, timeout_s=config.rollout.request_timeout_s, say=run.logger.say
+            )
+            return recorder.run(prompts, lengths, config.seed)

@@ -1,0 +1,1 @@
+"""Refusals before anything starts: keys, models, machine."""

@@ -1,0 +1,121 @@
+"""The sets of held-out prompts of a run: those of the section data, and those of eval.sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.config import Config, DataConfig, EvalSetConfig
+from megatron_rl.config.plan import OFFLINE, Kind
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.rewards import names_of
+from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.tasks import Prompt, Task, build_task, fitting
+
+EVALUATED: tuple[Kind, ...] = ("train", "sft", "score", "ask")
+"""Kinds of runs that evaluate several sets; others look at the held-out prompts of the section data alone."""
+OVERRIDES = ("verifier", "prompt_key", "answer_key", "response_key", "template", "chat", "rewards")
+"""Keys of a set that come before those of the section data."""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Held-out prompts that are evaluated together."""
+
+    name: str
+    """Empty: those of the section data."""
+    program: SingleTurn
+    """With the set's own task."""
+    held_out: Sequence[Prompt]
+    """Not tokenized."""
+    prompts: Sequence[Prompt]
+    """Tokenized, those that leave room for a response; empty where nothing is sampled."""
+    samples: int
+    greedy: bool
+    template: str
+    """Around what each prompt asks."""
+
+    def named(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """Scores eval/... under the set's own names, eval/NAME/..."""
+        room = f"eval/{self.name}/" if self.name else "eval/"
+        return {room + name.removeprefix("eval/"): value for name, value in scores.items()}
+
+
+def eval_sets(config: Config, kind: Kind, program: SingleTurn) -> list[EvalSet]:
+    """The sets of a run of this kind; that of the section data is the first. program: the run's.
+
+    Errors: UserError naming the set.
+    """
+    sets = config.eval.sets if kind in EVALUATED else {}
+    found = [_made("", EvalSetConfig(), config, kind, program)] if not sets or config.data.eval_path else []
+    for name, settings in sets.items():
+        try:
+            found.append(_made(name, settings, config, kind, program))
+        except UserError as error:
+            raise UserError(f"config: eval.sets.{name}: {str(error).removeprefix('config: ')}") from None
+    return found
+
+
+def overall(scores: Mapping[str, float], metric: str, sets: Sequence[EvalSet]) -> dict[str, float]:
+    """The metric eval/... of all sets together, where the scores lack it: the mean over those that have it by name."""
+    names = [next(iter(one.named({metric: 0.0}))) for one in sets if one.name]
+    found = [value for name in names if (value := scores.get(name)) is not None]
+    return {} if metric in scores or not found else {metric: float(np.mean(found))}
+
+
+def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
+    """Questions of the named sets' prompts, without the templates around them.
+
+    All rows of a set are held out, those too that are not evaluated; of a task that makes its prompts the ones that are.
+    """
+    found = set[str]()
+    for one in sets:
+        if one.name:
+            prompts = one.program.task.prompts("eval")
+            found |= {question(p, one.template) for p in (prompts if isinstance(prompts, list) else one.held_out)}
+    return frozenset(found)
+
+
+def question(prompt: Prompt, template: str) -> str:
+    """A prompt's question, the same for equal prompts alone: its text without data.template, or the conversation."""
+    text = prompt.identity
+    if text != prompt.text:
+        return text
+    before, _, after = template.partition("{prompt}")
+    if len(text) >= len(before) + len(after) and text.startswith(before) and text.endswith(after):
+        text = text[len(before) : len(text) - len(after)]
+    return text.strip()
+
+
+def _made(name: str, settings: EvalSetConfig, config: Config, kind: Kind, program: SingleTurn) -> EvalSet:
+    data = data_of(settings, config.data)
+    own = program if data == config.data else program.with_task(_task(settings, data, config, kind, program))
+    held_out = own.task.prompts("eval")[: settings.prompts or config.eval.prompts]
+    if name and not held_out:
+        raise UserError("it has no held-out prompt; give it a path, or set eval.prompts or its own prompts")
+    lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
+    prompts = [] if kind in OFFLINE else fitting(held_out, own, *lengths)
+    samples = settings.samples or config.eval.samples
+    greedy = config.eval.greedy if settings.greedy is None else settings.greedy
+    return EvalSet(name, own, held_out, prompts, samples, greedy, data.template)
+
+
+def _task(settings: EvalSetConfig, data: DataConfig, config: Config, kind: Kind, program: SingleTurn) -> Task:
+    return build_task(
+        data,
+        demonstrations=kind in OFFLINE,
+        held_out=settings.path is not None,
+        more_parts=program.parts,
+        later_parts=[] if kind in OFFLINE else names_of(config.rewards),
+    )
+
+
+def data_of(settings: EvalSetConfig, data: DataConfig) -> DataConfig:
+    """The section data as a set has it."""
+    same = settings.task in (None, data.task)
+    base = data if same else DataConfig(task=settings.task or "", seed=data.seed)
+    given = {key: value for key in OVERRIDES if (value := getattr(settings, key)) is not None}
+    options = {**base.options, **settings.options}
+    return replace(base, eval_path=settings.path or base.eval_path, options=options, **given)

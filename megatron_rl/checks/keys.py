@@ -1,0 +1,469 @@
+"""Checks of sections by their keys alone: what does nothing, and what contradicts itself. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config import (
+    Config,
+    DemonstrationsConfig,
+    DistillationConfig,
+    DPOConfig,
+    LoRAConfig,
+    RewardModelConfig,
+)
+from megatron_rl.config.load import key_paths
+from megatron_rl.config.plan import Kind
+from megatron_rl.errors import UserError
+from megatron_rl.models.bridges import make_bridge
+from megatron_rl.models.parallel_check import architecture, expert_count
+
+WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
+"""Losses of a reward model that know a margin."""
+
+if TYPE_CHECKING:
+    from megatron_rl.models.precision import Machine
+
+PRECISION_AWARE_TE = Version("2.1")
+"""The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
+
+
+def check_preference_keys(config: Config, kind: Kind) -> None:
+    """Errors: UserError naming a key that does nothing in learning from preferences or reward models, or that is missing."""
+    if kind == "reward":
+        _check_reward_model(config.reward_model)
+    if kind in ("train", "dpo"):
+        _check_start(config, kind)
+    if kind == "dpo":
+        _check_dpo(config)
+    models = config.rewards.models or config.rewards.judges
+    if kind == "train" and config.data.verifier == "none" and not models and not config.teaches:
+        raise UserError(
+            "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
+            " name a reward model, a judge (rewards.judges), a teacher (distillation.teacher), or another verifier"
+        )
+    if kind not in ("train", "ask"):
+        return
+    for name, model in config.rewards.models.items():
+        if model.path is None and model.address is None:
+            raise UserError(
+                f"config: rewards.models.{name} has neither a path nor an address; give it the folder of a reward model"
+            )
+    if config.rewards.overlong_buffer > config.rollout.max_new_tokens:
+        raise UserError(
+            f"config: rewards.overlong_buffer = {config.rewards.overlong_buffer} is more than rollout.max_new_tokens ="
+            f" {config.rollout.max_new_tokens}, so that every response would be punished; make it smaller"
+        )
+
+
+def does_nothing(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
+    """The refusal of a key that does nothing."""
+    return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
+
+
+def _check_reward_model(config: RewardModelConfig) -> None:
+    default, loss = RewardModelConfig(), config.loss
+    for key, idle, why in (
+        ("center", loss != "bradley_terry", "is of bradley_terry"),
+        ("label_smoothing", loss != "bradley_terry", "is of bradley_terry"),
+        ("top", loss != "plackett_luce", "is of plackett_luce"),
+        ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
+    ):
+        if idle and (value := getattr(config, key)) != getattr(default, key):
+            why = f"it {why}, and reward_model.loss is {loss}"
+            raise does_nothing("reward_model", key, value, why, f"leave {key} out, or change the loss")
+
+
+def _check_dpo(config: Config) -> None:
+    dpo, default = config.dpo, DPOConfig()
+    for key, idle, why in (
+        ("label_smoothing", dpo.loss not in ("sigmoid", "robust"), "is of sigmoid and robust"),
+        ("length_normalized", dpo.loss == "kto", "is of pairs"),
+        ("desirable_weight", dpo.loss != "kto", "is of kto"),
+        ("undesirable_weight", dpo.loss != "kto", "is of kto"),
+    ):
+        if idle and (value := getattr(dpo, key)) != getattr(default, key):
+            raise does_nothing(
+                "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
+            )
+    if dpo.loss == "kto" and config.batch.prompts_per_step < 2:
+        raise UserError(
+            "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
+            " another one; use 2 or more"
+        )
+
+
+def _check_start(config: Config, kind: Kind) -> None:
+    """A reference that nobody names is the policy's start, and a checkpoint is no folder that it could be read from."""
+    key, named = (
+        ("dpo.reference", config.dpo.reference)
+        if kind == "dpo"
+        else ("algorithm.kl.reference", config.algorithm.kl.reference)
+    )
+    wanted = kind == "dpo" or config.policy_reference is not None
+    if config.checkpoint.load and wanted and named is None:
+        raise UserError(
+            f"config: checkpoint.load without {key}: the policy would begin as {config.checkpoint.load}, and its reference as"
+            f" {config.model.path}; convert the checkpoint and give its folder as model.path, or name the reference"
+        )
+
+
+def check_teacher_keys(config: Config, kind: Kind) -> None:
+    """Errors: UserError naming a key of distillation that does nothing here, or contradicts another."""
+    settings, default = config.distillation, DistillationConfig()
+    if not config.teaches:
+        for key in vars(default):
+            if getattr(settings, key) != getattr(default, key):
+                raise UserError(
+                    f"config: distillation.{key} does nothing without a teacher; set distillation.teacher, or leave it out"
+                )
+        return
+    if kind not in ("sft", "train"):
+        raise UserError(
+            f"config: a teacher is of megatron-rl sft and train, and {kind} has none; leave distillation out"
+        )
+    _check_choices(settings, kind)
+    if kind == "train":
+        _check_advantages(config)
+    if settings.recorded and config.data.tokens_key is None:
+        raise UserError(
+            "config: distillation.recorded learns what a teacher said of recorded tokens, and data.tokens_key: null leaves"
+            " them out; set tokens_key: response_tokens"
+        )
+
+
+def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
+    default = DistillationConfig()
+    sources = {
+        "teacher": settings.teacher is not None,
+        "address": settings.address is not None,
+        "recorded": settings.recorded,
+    }
+    if len(given := [f"distillation.{name}" for name, there in sources.items() if there]) > 1:
+        raise UserError(f"config: {given[0]} and {given[1]} are both given; leave one of them out")
+    if not settings.coefficient and not settings.feature_layers:
+        raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
+    for key in ("feature_loss", "feature_coefficient"):
+        if not settings.feature_layers and getattr(settings, key) != getattr(default, key):
+            raise UserError(
+                f"config: distillation.{key} does nothing without distillation.feature_layers; leave it out"
+            )
+    for key, contradicts, why, remedy in (
+        (
+            "placement = advantage",
+            settings.placement == "advantage" and kind == "sft",
+            "demonstrations have no advantages",
+            "set it to loss",
+        ),
+        (
+            "recorded",
+            settings.recorded and kind == "train",
+            "a record is of demonstrations, and train learns from what the model samples",
+            "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.recorded and wrong,
+                "recorded log-probs are those of temperature 1, and of a part of the tokens",
+                remedy,
+            )
+            for key, wrong, remedy in (
+                ("temperature", settings.temperature != 1.0, "leave it out, or set distillation.teacher"),
+                ("direction", settings.direction == "jensen_shannon", "set it to forward or reverse"),
+            )
+        ),
+        (
+            "address",
+            settings.address is not None and settings.placement == "loss",
+            "a server tells the log-probs of sampled tokens alone, and the loss asks for whole distributions",
+            "set placement: advantage" if kind == "train" else "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.placement == "advantage" and getattr(settings, key) != getattr(default, key),
+                "placement = advantage looks at the log-probs of the sampled tokens as they are",
+                "leave it out, or set placement: loss",
+            )
+            for key in ("direction", "mix", "temperature")
+        ),
+        (
+            f"feature_layers = {[list(pair) for pair in settings.feature_layers]}",
+            bool(settings.feature_layers) and settings.teacher is None,
+            "only a model beside this one has layers to look at",
+            "set distillation.teacher",
+        ),
+        (
+            f"mix = {settings.mix}",
+            settings.mix != default.mix and settings.direction != "jensen_shannon",
+            f"direction = {settings.direction} has no mixture",
+            "leave it out, or set direction: jensen_shannon",
+        ),
+    ):
+        if contradicts:
+            raise UserError(f"config: distillation.{key}: {why}; {remedy}")
+
+
+def _check_advantages(config: Config) -> None:
+    """Refuse what would be left out of the advantages, or compared with something else, without a word."""
+    settings, algorithm, sampling = config.distillation, config.algorithm, config.rollout.sampling
+    shaped = {
+        "algorithm.entropy_reward": algorithm.entropy_reward > 0,
+        "algorithm.kl.placement = reward": algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward",
+    }
+    for key, given in shaped.items():
+        if given and not settings.task_coefficient:
+            raise UserError(
+                f"config: {key} with distillation.task_coefficient = 0: it is a part of the rewards, of which nothing counts;"
+                " set task_coefficient, or leave it out"
+            )
+    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.tail_floor is not None or config.pruning.enabled
+    if settings.placement == "advantage" and (sampling.temperature != 1 or cut):
+        raise UserError(
+            "config: distillation.placement = advantage compares the teacher's log-probs, at temperature 1 over the whole"
+            " vocabulary, with those of what is sampled from; set rollout.sampling.temperature: 1 and neither top_p, top_k nor"
+            " pruning, or placement: loss"
+        )
+
+
+def check_adapter_keys(config: Config) -> None:
+    """Errors: UserError naming a key of adapters that there are none of."""
+    if config.lora.rank:
+        return
+    if config.sync.adapters == "unmerged":
+        raise UserError("config: sync.adapters = unmerged: there are none; set lora.rank, or leave it out")
+    for key in ("alpha", "dropout", "targets", "kind", "path"):
+        if getattr(config.lora, key) != getattr(LoRAConfig(), key):
+            raise UserError(
+                f"config: lora.{key} does nothing without adapters; set lora.rank, such as 16, or leave it out"
+            )
+
+
+def check_prune_keys(config: Config) -> None:
+    """Errors: UserError where nothing would be removed, or the rest of the config cannot go with it."""
+    prune = config.prune
+    sizes = (prune.layers, prune.heads, prune.width, prune.experts, prune.expert_width)
+    if sizes == (None,) * len(sizes) and prune.sparsity == "none":
+        raise UserError("config: prune removes nothing: set prune.experts, another size, or prune.sparsity: '2:4'")
+    if config.lora.rank:
+        raise UserError(
+            f"config: lora.rank = {config.lora.rank}: prune cuts the model at model.path, without adapters; leave lora out"
+        )
+    if config.precision.train not in ("bf16", "fp32"):
+        raise UserError(
+            f"config: precision.train = {config.precision.train}: importance is measured in bf16 or fp32; take one of them"
+        )
+
+
+# -- demonstration checks ------------------------------------------------------------------------------------------------
+# Checks of `megatron-rl rollout` where it writes demonstrations: keys that do nothing, and what cannot be recorded.
+
+
+def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
+    """Errors: UserError naming a key of rollout.demonstrations that does nothing, or cannot be.
+
+    vocabulary: tokens that the model has, where that is known.
+    """
+    settings, default = config.rollout.demonstrations, DemonstrationsConfig()
+    key = "config: rollout.demonstrations"
+    if settings.min_reward is None:
+        for name in vars(default):
+            if getattr(settings, name) != getattr(default, name):
+                raise UserError(f"{key}.{name} does nothing without min_reward; set min_reward, or leave {name} out")
+        return
+    if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
+        raise UserError(
+            f"{key}.max_tokens = {settings.max_tokens} is below min_tokens = {settings.min_tokens}; swap them"
+        )
+    if not settings.top_log_probs:
+        return
+    wanted = f"{key}.top_log_probs = {settings.top_log_probs}"
+    if config.rollout.load:
+        raise UserError(f"{wanted}: rollout.load asks no engine; leave one of them out")
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    if support != SamplingSupport():
+        changed = [n for n, value in vars(support).items() if value != getattr(SamplingSupport(), n)]
+        raise UserError(
+            f"{wanted} records the plain policy, and sampling changes it ({', '.join(changed)}); set"
+            " rollout.sampling.temperature: 1.0, top_p: 1.0, top_k: -1, and leave tail_floor and pruning out"
+        )
+    if vocabulary is not None and settings.top_log_probs > vocabulary:
+        raise UserError(f"{wanted}: the model has {vocabulary} tokens; lower it")
+
+
+# -- router checks -------------------------------------------------------------------------------------------------------
+# Checks of the routers' own losses and biases.
+
+
+def check_routers(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
+    """Errors: UserError naming a key that does nothing with this model, or must not be set here."""
+    for key in ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate"):
+        if getattr(config.model, key) and not expert_count(hf_config):
+            raise UserError(
+                f"config: model.{key} = {getattr(config.model, key):g} does nothing: {architecture(hf_config)} has no experts;"
+                " set it to 0"
+            )
+    if not config.model.moe_bias_update_rate:
+        return
+    key = f"model.moe_bias_update_rate = {config.model.moe_bias_update_rate:g}"
+    if not make_bridge(hf_config).provider_bridge(SimpleNamespace(config=hf_config)).moe_router_enable_expert_bias:
+        raise UserError(
+            f"config: {key} does nothing: the routers of {architecture(hf_config)} have no biases of experts, as"
+            " DeepSeek-V3's have; set it to 0, and model.moe_aux_loss above"
+        )
+    if kind == "train":
+        raise UserError(
+            f"config: {key}: biases that move change the policy apart from its loss, so that its ratio to the policy that"
+            " sampled says less and less of what was learned; keep the balance that was found before, with 0"
+        )
+    if config.lora.rank:
+        raise UserError(
+            f"config: {key} with lora.rank: the biases are the model's own, and an adapter's folder has none; set one of the"
+            " two to 0"
+        )
+
+
+# -- unread --------------------------------------------------------------------------------------------------------------
+# Keys of a config that a command does nothing with: an experiment must not be one of a knob that nobody turns.
+
+
+_PREFERENCES = ["data.chosen_key", "data.rejected_key", "data.margin_key", "data.responses_key", "data.scores_key"]
+_PREFERENCES += ["data.score_key", "data.label_key", "data.steps_key", "data.labels_key", "data.step_separator"]
+_LOOKS = ["prune.*", "quantize.*"]
+_OF_RL = ["algorithm.*", "critic.*", "rewards.*", "correction.*", "routing.*", "pruning.*", "vp2o.*", "sync.*", "hooks"]
+_OF_RL += ["batch.samples_per_prompt", "batch.updates_per_step", "eval.samples", "eval.pass_at", "eval.greedy"]
+_OF_RL += ["eval.unpruned", "precision.rollout", "data.rewards"]
+_ENGINE = ["rollout.*"]
+UNREAD: dict[str, list[str]] = {
+    "train": [*_LOOKS, *_PREFERENCES, "sft.*", "reward_model.*", "dpo.*"],
+    "sft": [*_LOOKS, *_PREFERENCES, *_OF_RL, *_ENGINE, "reward_model.*", "dpo.*"],
+    "reward": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "dpo.*", "distillation.*"],
+    "dpo": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "reward_model.*", "distillation.*"],
+}
+"""Patterns of the keys that what trains never reads. What only looks at a model takes the config of a run as it is."""
+READ = ["rollout.program", "rollout.context_length", "rollout.max_new_tokens"]
+"""Keys among these that all of them read."""
+
+
+def unread(config: Config, kind: Kind) -> list[str]:
+    """Keys of which the config has not the default, and that a run of this kind never reads."""
+    patterns = UNREAD.get(kind, [])
+    return [
+        key for key in _changed(config) if key not in READ and any(fnmatchcase(key, pattern) for pattern in patterns)
+    ]
+
+
+def _changed(config: Config) -> Iterator[str]:
+    default = Config()
+    for key in key_paths():
+        if _value(config, key) != _value(default, key):
+            yield key
+
+
+def _value(config: Config, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def check_memory_savers(config: Config, machine: Machine | None = None) -> None:
+    """Refuse a saver of the optimizer's or gradients' memory that cannot run with the rest, or here. Errors: UserError."""
+    opt, vp2o = config.optimizer, config.vp2o
+    sharded = config.parallel.distributed_optimizer
+    sixteen_bits = config.precision.train != "fp32"
+    share = f"optimizer.cpu_offload = {opt.cpu_offload:g}"
+    for refused, problem in (
+        (
+            opt.cpu_offload and not sharded,
+            f"{share} is of the sharded optimizer; set parallel.distributed_optimizer: true",
+        ),
+        (
+            opt.cpu_offload and not sixteen_bits,
+            (
+                f"{share} with precision.train = fp32: there are no 16-bit weights whose fp32 copies could be on the host; set"
+                " precision.train: bf16, or cpu_offload: 0"
+            ),
+        ),
+        (
+            0 < opt.cpu_offload < 1 and machine and machine.gpu and not machine.fused_adam,
+            (
+                f"{share}: the share that stays on the GPU needs Transformer Engine or Apex, whose Adam a resumed run can tell"
+                " from that of the host; install one, or set cpu_offload: 1.0"
+            ),
+        ),
+        (
+            opt.cpu_offload and opt.precision_aware,
+            f"{share} with optimizer.precision_aware: the host keeps whole fp32 weights; set one of the two",
+        ),
+        (
+            opt.precision_aware and not sharded,
+            "optimizer.precision_aware is of the sharded optimizer; set parallel.distributed_optimizer: true",
+        ),
+        (
+            opt.precision_aware and not sixteen_bits,
+            (
+                "optimizer.precision_aware with precision.train = fp32: there are no 16-bit weights to complete; set"
+                " precision.train: bf16"
+            ),
+        ),
+        (
+            opt.precision_aware and machine and not _has_precision_aware_adam(machine),
+            machine
+            and (
+                "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
+                f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
+                " optimizer.cpu_offload"
+            ),
+        ),
+        (
+            opt.moments == "bf16" and not opt.precision_aware,
+            "optimizer.moments = bf16 needs an Adam that takes them; set optimizer.precision_aware: true",
+        ),
+        (
+            vp2o.trust_region is not None and (opt.cpu_offload or opt.precision_aware),
+            (
+                "vp2o.trust_region looks at a step before it is done, by the fp32 weights that"
+                f" optimizer.{'cpu_offload' if opt.cpu_offload else 'precision_aware'} keeps elsewhere; set one of the two"
+            ),
+        ),
+        (
+            config.precision.gradients == "bf16" and not sixteen_bits,
+            (
+                "precision.gradients = bf16 with precision.train = fp32: gradients have the type of the weights, or fp32; set"
+                " precision.train: bf16, or gradients: fp32"
+            ),
+        ),
+        (
+            config.precision.gradients == "bf16" and vp2o.enabled,
+            "precision.gradients = bf16 with vp2o.enabled, whose repulsion is lost in bf16 sums; set gradients: fp32",
+        ),
+        (
+            config.parallel.overlap_param_gather and not sharded,
+            (
+                "parallel.overlap_param_gather without parallel.distributed_optimizer: there is nothing to gather; set"
+                " overlap_param_gather: false"
+            ),
+        ),
+        (
+            config.parallel.overlap_param_gather and vp2o.enabled,
+            (
+                "parallel.overlap_param_gather with vp2o.enabled, which reads the experts' weights between passes; set"
+                " overlap_param_gather: false"
+            ),
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: {problem}")
+
+
+def _has_precision_aware_adam(machine: Machine) -> bool:
+    return machine.gpu is not None and Version(machine.transformer_engine or "0") >= PRECISION_AWARE_TE

@@ -1,0 +1,1 @@
+"""Smaller models: structured pruning, sparsity, quantization, and the calibration that they choose by."""

@@ -1,0 +1,277 @@
+"""What the parts of a model do on calibration data, by passes of the trainer that are looked at from within.
+
+Hooks on the modules of this process add sums over its tokens into tables of the whole model, of which each number belongs to
+one process or is a sum over several: the sum of all processes' tables is that of the whole model, under every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import Tensor
+
+from megatron_rl.compression.importance import block_influence, channel_sums, gated_norms, group_norms
+from megatron_rl.config import PruneConfig
+from megatron_rl.data.packing import Batch
+from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.shape import Shape
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.table import RouteTable
+from megatron_rl.trainer.hooks import Stage, UpdateContext, UpdateHook
+from megatron_rl.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RealTokens:
+    """Which tokens of the micro-batch that is under way are no padding."""
+
+    all: Tensor
+    """[T] bool: this context-parallel rank's."""
+    own: Tensor
+    """[T / tensor] bool: those of them that sequence parallelism leaves this process between the layers' products."""
+
+
+class Watched:
+    """The trainer's chunks inside `watching`: knows the micro-batch whose pass is under way."""
+
+    def __init__(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        self._trainer = trainer
+        self._batches = {id(batch.tokens): batch for batch in batches}
+        self._real: RealTokens | None = None
+
+    @property
+    def real(self) -> RealTokens:
+        """Of the micro-batch under way."""
+        assert self._real is not None
+        return self._real
+
+    def begin(self, chunk: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook of a chunk."""
+        real = self._batches[id(kwargs["input_ids"])].segments.ids >= 0
+        layout = self._trainer.layout
+        self._real = RealTokens(real, real.tensor_split(layout.tensor)[layout.tensor_rank])
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """[n, d]: the real tokens of [T, 1, d] (or [T, d]), or of the [T / tensor, 1, d] of this process."""
+        real = self.real.all if len(hidden) == len(self.real.all) else self.real.own
+        return hidden[real].flatten(1)
+
+    def without_padding(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A forward pre-hook of a MoE layer, behind whose routing nobody knows which row is padding: it enters as zeros."""
+        hidden, *rest = args
+        return (hidden * self.real.own.view(-1, 1, 1), *rest), kwargs
+
+
+@contextmanager
+def watching(trainer: Trainer, batches: Sequence[Batch]) -> Iterator[tuple[Watched, ExitStack]]:
+    """(what is known of the pass under way, what is called at the end of the block to take more hooks away)."""
+    watched = Watched(trainer, batches)
+    with ExitStack() as stack:
+        for chunk in trainer.chunks:
+            stack.callback(chunk.register_forward_pre_hook(watched.begin, with_kwargs=True).remove)
+            for layer in layers_of(chunk):
+                if is_moe(layer):
+                    handle = layer.mlp.register_forward_pre_hook(watched.without_padding, with_kwargs=True)
+                    stack.callback(handle.remove)
+        yield watched, stack
+
+
+def layers_of(chunk: GPTModel) -> list[Any]:
+    """Megatron's transformer layers, whose parts have no types."""
+    return [*chunk.decoder.layers]
+
+
+def is_moe(layer: Any) -> bool:
+    """Whether a layer of Megatron has experts."""
+    return hasattr(layer.mlp, "router")
+
+
+def watch_experts(
+    experts: GroupedExperts, see: Callable[[Tensor, list[int], Sequence[Any]], None], stack: ExitStack
+) -> None:
+    """Show `see` what enters both products, without padding: rows [N, in] by expert, their counts, the experts' layers."""
+    real = torch.zeros(0)
+
+    def watch(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
+        nonlocal real
+        if isinstance(layers[0], ColumnParallelLinear):  # the first product: a real token is never all zeros
+            real = rows.any(dim=1)
+        kept = [int(part.sum()) for part in real.split(counts)]
+        see(rows[real], kept, layers)
+
+    experts.watch = watch
+    stack.callback(setattr, experts, "watch", None)
+
+
+class Calibration(UpdateHook):
+    """Measures importance in a pass, as an observer of routers and by hooks on modules."""
+
+    reads_outputs = True
+
+    def __init__(self, config: PruneConfig, shape: Shape, watched: Watched) -> None:
+        self.config, self.watched = config, watched
+        self.shape = shape
+        layers, experts = shape.layers, shape.experts
+        sizes: dict[str, tuple[bool, tuple[int, ...]]] = {
+            "layers": (config.layers is not None, (layers,)),
+            "heads": (config.heads is not None, (layers, shape.kv_heads)),
+            "width": (config.width is not None, (layers, shape.intermediate)),
+            "experts": (config.experts is not None, (layers, experts)),
+            "sent": (bool(config.experts or config.expert_width), (layers, experts)),
+            "expert_width": (config.expert_width is not None, (layers, experts, shape.expert_intermediate)),
+            "shared": (config.expert_width is not None, (layers, shape.shared_intermediate)),
+        }
+        self.sums = {name: torch.zeros(size, dtype=torch.float64) for name, (wanted, size) in sizes.items() if wanted}
+        self.tokens = 0
+        """Real tokens of this process, of which sequence parallelism leaves each process a share."""
+
+    # -- the experts, where their tokens come from --------------------------------------------------------------------
+
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
+        """One for each micro-batch; the pass that is under way is the one that is looked at."""
+        return [_SeeExperts(self)] if "sent" in self.sums else []
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def look_at(self, layer: Any, stack: ExitStack) -> None:
+        """Hook a layer."""
+        number = layer.layer_number - 1
+
+        def inputs(linear: torch.nn.Module, see: Callable[..., None]) -> None:
+            stack.callback(linear.register_forward_pre_hook(see).remove)
+
+        if "layers" in self.sums:
+            stack.callback(layer.register_forward_hook(self._see_layer(number), with_kwargs=True).remove)
+        if "heads" in self.sums:
+            inputs(layer.self_attention.linear_proj, self._see_heads(number))
+        if "width" in self.sums and not is_moe(layer):
+            inputs(layer.mlp.linear_fc2, self._see_channels("width", number))
+        if "expert_width" in self.sums and is_moe(layer):
+            watch_experts(layer.mlp.experts, self._see_experts(number), stack)
+            if layer.mlp.shared_experts is not None:
+                inputs(layer.mlp.shared_experts.linear_fc2, self._see_channels("shared", number))
+
+    def _see_layer(self, number: int) -> Callable[..., None]:
+        def see(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            left = output[0] if isinstance(output, tuple) else output
+            self.add(
+                "layers",
+                number,
+                slice(None),
+                block_influence(self.watched.rows(hidden), self.watched.rows(left)),
+            )
+
+        return see
+
+    def _see_heads(self, number: int) -> Callable[..., None]:
+        groups = self.shape.kv_heads // parallel_state.get_tensor_model_parallel_world_size()
+        own = _slice(groups, parallel_state.get_tensor_model_parallel_rank())
+
+        def see(module: Any, args: Any) -> None:
+            heads = self.watched.rows(args[0])
+            norms = group_norms(
+                heads.view(len(heads), groups, -1), module.weight.view(module.weight.shape[0], groups, -1)
+            )
+            self.add("heads", number, own, norms)
+
+        return see
+
+    def _see_channels(self, name: str, number: int) -> Callable[..., None]:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+
+        def see(module: Any, args: Any) -> None:
+            self.add(
+                name,
+                number,
+                _slice(module.weight.shape[1], rank),
+                self._channels(self.watched.rows(args[0]), module.weight),
+            )
+
+        return see
+
+    def _see_experts(self, number: int) -> Callable[[Tensor, list[int], Sequence[Any]], None]:
+        first = parallel_state.get_expert_model_parallel_rank() * (
+            self.shape.experts // parallel_state.get_expert_model_parallel_world_size()
+        )
+        rank = parallel_state.get_expert_tensor_parallel_rank() or 0
+
+        def see(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
+            if isinstance(layers[0], ColumnParallelLinear):
+                return
+            own = _slice(rows.shape[1], rank)
+            for expert, (part, layer) in enumerate(zip(rows.split(counts), layers, strict=True), start=first):
+                self.add("expert_width", number, (expert, own), self._channels(part, layer.weight))
+
+        return see
+
+    def _channels(self, activations: Tensor, weight: Tensor) -> Tensor:
+        return channel_sums(activations, weight if self.config.channel_importance == "wanda" else None)
+
+    def add(self, name: str, number: int, place: Any, found: Tensor) -> None:
+        """Add what was found to some places of layer `number`."""
+        row = self.sums[name][number] if found.dim() else self.sums[name]
+        row[place if found.dim() else number] += found.cpu()
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def importance(self, tokens: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """Importance by name, [layers, ...] fp64 on every process. tokens: of the calibration data. Collective."""
+        for table in self.sums.values():
+            dist.all_reduce(table, group=group)
+        found = {name: table / tokens for name, table in self.sums.items()}
+        if "experts" in found:
+            reap = self.config.expert_importance == "reap"
+            found["experts"] = self.sums["experts"] / self.sums["sent"].clamp(min=1) if reap else found["sent"]
+        if self.config.channel_importance == "wanda":
+            found |= {name: found[name].sqrt() for name in ("width", "expert_width", "shared") if name in found}
+        return found
+
+
+class _SeeExperts(RouteObserver):
+    reads_outputs = True
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self._chosen = torch.zeros(0)
+
+    def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        self._chosen = chosen
+
+    def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        real = self.calibration.watched.real.own
+        norms = outputs.float().norm(dim=-1)[rows]  # outputs are weighted, and a token's in the order of its experts
+        sums, sent = gated_norms(norms[real], self._chosen.sort(dim=1).values[real], self.calibration.shape.experts)
+        self.calibration.add("sent", layer, slice(None), sent)
+        if "experts" in self.calibration.sums:
+            self.calibration.add("experts", layer, slice(None), sums)
+        return outputs
+
+
+def _slice(size: int, rank: int) -> slice:
+    return slice(rank * size, (rank + 1) * size)
+
+
+def measure(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> dict[str, Tensor]:
+    """Importance of what config prunes, on this data-parallel rank's micro-batches and the others'. Collective.
+
+    -> layers [L], heads [L, key-value heads], width and shared [L, channels], experts [L, E], expert_width [L, E, channels],
+    and sent [L, E], the share of the tokens that go to each expert; zeros in layers that have no such part. fp64, the same on
+    every process.
+    """
+    tokens = trainer.totals(batches).inputs
+    with watching(trainer, batches) as (watched, stack):
+        calibration = Calibration(config, shape, watched)
+        for chunk in trainer.chunks:
+            for layer in layers_of(chunk):
+                calibration.look_at(layer, stack)
+        trainer.compute_log_probs(batches, hooks=[calibration])
+    return calibration.importance(tokens, trainer.ranks.world_group)

@@ -1,0 +1,336 @@
+"""Post-training quantization by nvidia-modelopt: a Hugging Face model calibrated on data, and written as SGLang loads it.
+
+fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, by the largest magnitude that calibration saw
+(ModelOpt's FP8_DEFAULT_CFG, in the layout of its own export). int4: weights alone, in the layout of `int4.py`; a group's
+scale stands for half to all of its largest magnitude, wherever the error of the outputs on the calibration data is least
+(ModelOpt's INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router, embedding,
+head and norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import io
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from megatron_rl.errors import UserError
+from megatron_rl.models import fp8
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.parallel_check import architecture, is_classifier, read_hf_config
+
+# -- int4 ----------------------------------------------------------------------------------------------------------------
+# Weights in INT4, as SGLang loads them: compressed-tensors' `pack-quantized`, symmetric, one scale for 128 inputs of a row.
+# `X.weight_packed` int32 [N, K / 8] has eight codes a number, the first in the lowest four bits, each with 8 added;
+# `X.weight_scale` bf16 [N, K / 128]; `X.weight_shape` int64 [2] = [N, K]. A weight is code * scale, codes are -8 to 7.
+# ModelOpt's own INT4 export packs for TensorRT-LLM, which SGLang 0.5.23 does not read.
+
+
+GROUP = 128
+HIGHEST = 7
+"""The largest code, for which a group's amax stands; the lowest is -8."""
+_PACKED = 8
+"""Codes of one int32."""
+_TINY = 2.0**-24
+
+
+def scales(amax: Tensor) -> Tensor:
+    """Of groups whose largest magnitude is amax: bf16, the type in which SGLang holds them; 1 for a group of zeros."""
+    return torch.where(amax > _TINY, amax.float() / HIGHEST, 1.0).bfloat16()
+
+
+def encode(weight: Tensor, scale: Tensor) -> Tensor:
+    """The nearest codes of a weight [N, K] for scales [N, K / 128]: int8 [N, K]."""
+    # By the inverse, as ModelOpt has it: where weights and scales are bf16, ties are many.
+    groups = weight.float().unflatten(-1, (-1, GROUP)) * (1 / scale.float()[..., None])
+    return groups.round().clamp(-HIGHEST - 1, HIGHEST).to(torch.int8).flatten(-2)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes int8 [N, K] as int32 [N, K / 8]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    words = (codes.int() + HIGHEST + 1).unflatten(-1, (-1, _PACKED)) << shifts
+    return words.sum(-1, dtype=torch.int32)  # the bits do not overlap; the eighth code may set the sign
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The inverse of pack."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((packed[..., None] >> shifts & 15) - HIGHEST - 1).to(torch.int8).flatten(-2)
+
+
+def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    """The weight fp32 [N, K] that codes and scales stand for."""
+    return (unpack(packed).float().unflatten(-1, (-1, GROUP)) * scale.float()[..., None]).flatten(-2)
+
+
+def int4_quantized(
+    named_tensors: Iterable[tuple[str, Tensor]], scales_of: Callable[[str, int], Tensor | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors, X.weight as three. scales_of: name and columns -> scales; None: the tensor stays."""
+    for name, tensor in named_tensors:
+        scale = scales_of(name, tensor.shape[-1])
+        if scale is None:
+            yield name, tensor
+            continue
+        module = name.removesuffix(".weight")
+        yield f"{module}.weight_packed", pack(encode(tensor, scale))
+        yield f"{module}.weight_scale", scale
+        yield f"{module}.weight_shape", torch.tensor(tensor.shape)
+
+
+def quantization_config(ignore: list[str]) -> dict:
+    """The `quantization_config` of config.json. ignore: names of linear layers that are not quantized, or re:PATTERN."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    group = {"targets": ["Linear"], "weights": weights | {"dynamic": False, "observer": "minmax"}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+# -- ptq -----------------------------------------------------------------------------------------------------------------
+
+
+Format = Literal["fp8_tensor", "int4"]
+_MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 128)}
+"""Rows and columns of which SGLang's kernels take multiples: torch._scaled_mm, Marlin."""
+_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Matrices that SGLang multiplies by as one."""
+_RENAMED = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Parts of the names of Mixtral's weights in files, and in transformers."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
+
+
+def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
+    """Refuse a folder that cannot be quantized, or would not be served then, by its config and its files' headers.
+
+    Errors: UserError naming the folder, the key or the tensor.
+    """
+    config = read_hf_config(folder)
+    check_weight_files(folder)
+    if quantized := getattr(config, "quantization_config", None):
+        raise UserError(
+            f"quantize: {folder} is quantized already ({quantized['quant_method']}); set model.path to the plain weights"
+        )
+    if is_classifier(config) or architecture(config) == "GptOssForCausalLM":
+        what = (
+            "has a head of one number" if is_classifier(config) else "GptOssForCausalLM: SGLang reads MXFP4 of it alone"
+        )
+        raise UserError(f"quantize: {folder}: {what}; serve it as it is")
+    layers: int = config.num_hidden_layers
+    if wrong := [layer for layer in keep_layers if not 0 <= layer < layers]:
+        raise UserError(f"config: quantize.keep_layers: no layer {wrong[0]}; {folder} has 0 to {layers - 1}")
+    rows, columns = _MULTIPLES[form]
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                if not fp8.is_quantized(name) or _layer(name) in keep_layers:
+                    continue
+                shape = opened.get_slice(name).get_shape()
+                if shape[0] % rows or shape[1] % columns:
+                    raise UserError(
+                        f"quantize: {name} is {shape[0]} x {shape[1]}: SGLang takes {form} of multiples of {rows} x {columns};"
+                        f" {'use quantize.format: fp8_tensor' if form == 'int4' else 'use convert --quantize fp8'}, or serve it"
+                        " as it is"
+                    )
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The folder's model for passes: in its own dtype, whole, on a GPU where there is one."""
+    disable_progress_bar()
+    # ModelOpt sees an expert's products only where they are made one after the other.
+    options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "experts_implementation": "eager"}
+    if torch.cuda.is_available():
+        options["device_map"] = "auto"
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
+
+
+def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], passes: Callable[[], None]) -> None:
+    """Put quantizers into the model, with scales from `passes`, which runs it over the calibration data. Weights stay.
+
+    From here on the model computes as quantized: weights, and with fp8_tensor inputs, are rounded before each product.
+    Errors: UserError where no product of a quantized layer was seen.
+    """
+    with _quiet():
+        import modelopt.torch.quantization as mtq  # seconds, for who needs it
+
+        recipe: dict[str, Any] = copy.deepcopy(
+            mtq.FP8_DEFAULT_CFG if form == "fp8_tensor" else mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG
+        )
+        if form == "int4":
+            search = {"start_multiplier": 0.5, "stop_multiplier": 1.0, "step_size": 0.05, "fp8_scale_sweep": False}
+            recipe["algorithm"] = {"method": "local_hessian", "block_size": GROUP, **search}
+        for layer in keep_layers:
+            recipe["quant_cfg"].append({"quantizer_name": f"model.layers.{layer}.*", "enable": False})
+        mtq.quantize(model, recipe, lambda _: passes())
+    if form == "fp8_tensor":
+        _share_scales(model)
+    else:
+        for quantizer in _quantizers(model):
+            # What SGLang multiplies by is bf16.
+            quantizer.amax = HIGHEST * scales(quantizer.amax).float()
+
+
+@contextlib.contextmanager
+def plain(model: torch.nn.Module) -> Iterator[None]:
+    """The calibrated model computes as it did before, inside."""
+    quantizers = list(_quantizers(model))
+    for quantizer in quantizers:
+        quantizer.disable()
+    try:
+        yield
+    finally:
+        for quantizer in quantizers:
+            quantizer.enable()
+
+
+def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_layers: list[int]) -> None:
+    """Write the source's tensors, quantized as the calibrated model is, and its tokenizer; a whole folder or none.
+
+    Errors: UserError where it cannot be written.
+    """
+    # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
+    # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
+    # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
+    partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if form == "fp8_tensor":
+            plain_ones = ["lm_head", "*.gate", *(f"*layers.{layer}.*" for layer in keep_layers)]
+            settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
+        else:
+            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
+            settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
+        copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
+        write_weights(partial, tensors)
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, each X.weight that is quantized in e4m3, with X.weight_scale and X.input_scale, fp32 []."""
+    for name, tensor in named_tensors:
+        layer = layers.find(name)
+        if layer is None:
+            yield name, tensor
+            continue
+        of_weights, of_inputs = (_inverse_scale(quantizer.amax) for quantizer in (layer.weights, layer.inputs))
+        yield name, (tensor.float() * of_weights).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(torch.float8_e4m3fn)
+        module = name.removesuffix(".weight")
+        yield f"{module}.weight_scale", 1 / of_weights
+        yield f"{module}.input_scale", 1 / of_inputs
+
+
+def _inverse_scale(amax: Tensor) -> Tensor:
+    """fp32 []: 448 / amax, by which ModelOpt's fake quantization multiplies; dividing would decide some ties otherwise."""
+    amax = amax.detach().float().cpu().reshape([])
+    return torch.where(amax > fp8.TINY, fp8.E4M3_MAX / amax, 1.0)
+
+
+def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
+    """The `quantization_config` that ModelOpt writes. plain_ones: patterns of layers that are not quantized."""
+    of_tensor = {"dynamic": False, "num_bits": 8, "type": "float"}
+    group = {"input_activations": of_tensor, "weights": of_tensor, "targets": ["Linear"]}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {"group_0": group},
+        "ignore": plain_ones,
+        "producer": {"name": "modelopt", "version": importlib.metadata.version("nvidia-modelopt")},
+    }
+
+
+def _share_scales(model: PreTrainedModel) -> None:
+    """One weight scale for matrices that SGLang stacks: it would round those with smaller ones a second time."""
+    for module in model.modules():
+        for names in _STACKED:
+            stacked: list[Any] = [getattr(module, name) for name in names if hasattr(module, name)]
+            quantizers = [layer.weight_quantizer for layer in stacked if hasattr(layer, "weight_quantizer")]
+            if len(quantizers) > 1 and quantizers[0].is_enabled:
+                largest = torch.stack([quantizer.amax for quantizer in quantizers]).max()
+                for quantizer in quantizers:
+                    quantizer.amax = largest
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What quantizes a weight of a file."""
+
+    weights: Any
+    inputs: Any
+    rows: slice
+    """Of the matrix that its quantizer sees."""
+
+
+class _Layers:
+    """The quantizers of a model by the names of files."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules: dict[str, Any] = dict(model.named_modules())
+
+    def find(self, name: str) -> _Layer | None:
+        """Of a tensor; None where it is not quantized."""
+        if not fp8.is_quantized(name):
+            return None
+        module = ".".join(_RENAMED.get(part, part) for part in name.removesuffix(".weight").split("."))
+        if expert := _EXPERT.fullmatch(module):
+            experts, (index, part) = self._modules[expert[1]], expert.group(2, 3)
+            fused = "down_proj" if part == "down" else "gate_up_proj"
+            half = getattr(experts, fused).shape[1] // 2
+            rows = {"gate": slice(half), "up": slice(half, None), "down": slice(None)}[part]
+            weights = getattr(experts, f"{fused}_weight_quantizers")[int(index)]
+            layer = _Layer(weights, getattr(experts, f"{fused}_input_quantizer"), rows)
+        else:
+            linear = self._modules[module]
+            layer = _Layer(linear.weight_quantizer, linear.input_quantizer, slice(None))
+        return layer if layer.weights.is_enabled else None
+
+    def int4(self, name: str, columns: int) -> Tensor | None:
+        """Scales [N, columns / 128] of a weight [N, columns]; None where it is not quantized."""
+        layer = self.find(name)
+        if layer is None:
+            return None
+        return scales(layer.weights.amax).reshape(-1, columns // GROUP)[layer.rows].cpu().contiguous()
+
+
+def _quantizers(model: torch.nn.Module) -> Iterator[Any]:
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    return (module for module in model.modules() if isinstance(module, TensorQuantizer) and module.is_enabled)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[2])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """ModelOpt prints its progress, and warns of plugins that are not needed."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield

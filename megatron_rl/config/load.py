@@ -1,0 +1,373 @@
+"""A run's config from YAML and the command line, and back.
+
+An unknown key, an old name or a bad value is an error that names the key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.config.credentials import hidden, hide, is_secret
+from megatron_rl.errors import UserError
+
+
+@functools.cache
+def _fields(tree: Any) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    return typing.get_type_hints(tree)
+
+
+def key_paths(tree: Any = None, prefix: str = "") -> dict[str, Any]:
+    """All dotted keys of the tree with their types, sections left out: {'batch.prompts_per_step': int, ...}."""
+    paths = {}
+    for name, kind in _fields(tree or Config).items():
+        if dataclasses.is_dataclass(kind):
+            paths |= key_paths(kind, f"{prefix}{name}.")
+        else:
+            paths[f"{prefix}{name}"] = kind
+    return paths
+
+
+def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
+    if not isinstance(values, dict):
+        raise UserError(f"config: '{prefix[:-1]}' is a section: give keys below it, not {hide(repr(values)):.60}")
+    hints = _fields(tree)
+    for name, value in values.items():
+        if name not in hints and f"{prefix}{name}" in key_paths():
+            section_name, _, key = f"{prefix}{name}".rpartition(".")
+            raise UserError(
+                f"config: '{prefix}{name}': dotted keys are for the command line; in a file '{section_name}' is a section:"
+                f" write '{key}:' below '{section_name}:'"
+            )
+        if name not in hints:
+            raise UserError(f"config: unknown key '{prefix}{name}'; {nearest_key(f'{prefix}{name}')}")
+        if dataclasses.is_dataclass(hints[name]):
+            _check_keys(value, hints[name], f"{prefix}{name}.")
+
+
+KNOWN_AS = {
+    "freeze_router": "that is model.freeze: ['*.mlp.router.*']; leave it out where it is false",
+    "normalize": "that is correction.denominator: weights; leave it out where it is false",
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"), "did you mean 'batch.epochs'?"),
+    "min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0",
+}
+"""Another name of a key (its last part) -> what the error says about it."""
+RENAMED_KEYS = {
+    "rollout.replay": "rollout.load",
+    "sync.refresh.calm": "sync.refresh.hysteresis",
+    "sync.refresh.max_age": "sync.refresh.max_staleness",
+    "vp2o.on_excess": "vp2o.on_violation",
+    "vp2o.power_steps": "vp2o.power_iterations",
+    "vp2o.strangers": "vp2o.inactive_neighbors",
+}
+RENAMED_VALUES = {
+    "algorithm.advantage": {"group_relative": "grpo", "group_baseline": "dr_grpo", "leave_one_out": "rloo"},
+    "algorithm.loss": {"clipped": "ppo"},
+    "correction.reject": {"k1": "abs_log_ratio"},
+    "routing.source": {
+        "free": "none",
+        "recorded": "r2",
+        "rollout": "r3",
+        "predicted": "pr2",
+        "predicted_rollout": "pr3",
+    },
+    "vp2o.on_violation": {"undo": "reject", "halve": "backtrack"},
+}
+"""Old values of a key -> their new names, for the error."""
+
+
+def nearest_key(key: str) -> str:
+    """A hint 'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
+    paths = list(key_paths())
+    if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
+        return elsewhere
+    if new := RENAMED_KEYS.get(key):
+        return f"it is called '{new}' now"
+    section_name = key.rpartition(".")[0]
+    siblings = [p for p in paths if p.rpartition(".")[0] == section_name]
+    close = difflib.get_close_matches(key, siblings, 1, 0.5) or difflib.get_close_matches(key, paths, 1, 0.4)
+    leaf = [p for p in paths if p.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = (leaf or close or [None])[0]
+    return f"did you mean '{near}'?" if near else "docs/configuration.md lists all keys"
+
+
+def _check_values(values: dict, source: str) -> None:
+    """Errors: UserError for a value that has another name now."""
+    for key, names in RENAMED_VALUES.items():
+        found: Any = values
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if isinstance(found, str) and found in names:
+            raise UserError(f"config {source}: '{key}' = '{found}': it is called '{names[found]}' now")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: 1e-6 is one, 010 is ten and 2:4 is none (PyYAML reads YAML 1.1: a string, eight and 124)."""
+
+
+_FLOAT = r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_INT = r"^[-+]?(0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_INT), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """0o10, 0x8, 0b1000 and 8; 1_000 is 1000, which YAML 1.2 has not, and this always took."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 0 if text.lstrip("+-")[1:2] in ("b", "o", "x") else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+class _GivenTwice(yaml.MarkedYAMLError):
+    """A key that a mapping has twice: YAML forbids it, and PyYAML takes the last."""
+
+
+def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = None) -> None:
+    """Errors: _GivenTwice naming the key and both lines."""
+    seen = set() if seen is None else seen
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _refuse_twice(one, prefix, seen)
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, value in node.value:
+        name = str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and (key.tag, name) in lines:
+            first = lines[key.tag, name]
+            raise _GivenTwice(problem=f"'{prefix}{name}' is given twice, in lines {first} and {line}")
+        lines[key.tag, name] = line
+        _refuse_twice(value, f"{prefix}{name}.", seen)
+
+
+def yaml_problem(error: Exception) -> str:
+    """The problem and its place, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
+    if isinstance(error, _GivenTwice):
+        return str(error.problem)
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, with numbers as in YAML 1.2. Errors: YAMLError, also for a key that is given twice."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_twice(node)
+        return loader.construct_document(node)
+    except (AttributeError, LookupError, TypeError) as error:  # PyYAML's own of a value that its tag does not fit
+        raise yaml.YAMLError(f"a value is not of its tag ({error})") from None
+    finally:
+        loader.dispose()
+
+
+_NULL = ("null", "~", "")
+
+
+def _parse_value(text: str, kind: Any) -> Any:
+    """Read a value of the command line. kind: the key's type; None where a task or a tool has keys of its own.
+
+    Where a text is wanted it is what was typed, to the letter; null is none where there may be none. A list of texts is YAML in
+    brackets, or a,b. All else is YAML, and below keys of one's own a text that YAML takes for one is what was typed, too.
+    """
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    if type(None) in kinds and text in _NULL:
+        return None
+    if str in kinds or any(typing.get_origin(one) is typing.Literal for one in kinds):
+        return text
+    try:
+        parsed = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        parsed = text
+    if list[str] in kinds and not isinstance(parsed, (bool, list) if bool in kinds else list):
+        return [part for part in map(str.strip, text.split(",")) if part]
+    is_open = kind is None and not text.lstrip().startswith(("{", "[", "'", '"'))
+    return text if is_open and isinstance(parsed, str | dict | list) else parsed
+
+
+_OPEN = ("agent.mcp_servers", "agent.tool_options", "data.options")
+"""Keys below which users have keys of their own."""
+
+
+def _kind_of(key: str) -> Any:
+    """The type of a key; None of one below data.options and its like. Errors: UserError for a key that is not there."""
+    paths = key_paths()
+    if key in paths:
+        return paths[key]
+    for path, kind in paths.items():
+        if typing.get_origin(kind) is dict and key.startswith(f"{path}."):
+            inner = typing.get_args(kind)[1]
+            _, _, field = key.removeprefix(f"{path}.").partition(".")
+            found = key_paths(inner).get(field) if dataclasses.is_dataclass(inner) else inner
+            return None if found is Any else found
+    raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
+
+
+def _set(tree: dict, key: str, value: Any) -> None:
+    """Set a dotted key. Errors: UserError where the tree has something else than keys above it."""
+    *above, last = key.split(".")
+    for depth, part in enumerate(above):
+        if tree.get(part) is None:
+            tree[part] = {}
+        tree = tree[part]
+        if not isinstance(tree, dict):
+            name = ".".join(above[: depth + 1])
+            raise UserError(f"config: '{name}' is a section: give keys below it, not {hide(repr(tree)):.60}")
+    tree[last] = value
+
+
+def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
+    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` says what values are.
+
+    onto: the config's file, in which they are set, each in the place of what is there: {} empties a mapping, and keys below it
+    add to it. Of a key that is given twice the last counts, so that scripts may set what their caller may change.
+    """
+    tree = copy.deepcopy(onto or {})
+    items = iter(arguments)
+    for item in items:
+        if not item.startswith("--"):
+            raise UserError(f"command line: expected --key value, found '{item}'")
+        key, equals, value = item[2:].partition("=")
+        if not equals:
+            value = next(items, None)
+            if value is None:
+                raise UserError(f"command line: --{key} needs a value")
+        parsed = _parse_value(value, _kind_of(key))
+        alone: dict = {}
+        _set(alone, key, parsed)
+        if key.startswith(_OPEN) and hidden(alone) != alone:
+            remedy = "write env:NAME or file:PATH" if key.startswith(_OPEN[0]) else "write it in the config file"
+            raise UserError(
+                f"command line: --{key} has a secret in it, which everybody on this machine can read: {remedy}"
+            )
+        _set(tree, key, parsed)
+    return tree
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    near = ""
+    if first["type"] == "literal_error":
+        choices = [c.strip("' ") for c in first.get("ctx", {})["expected"].replace(" or ", ",").split(",")]
+        close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
+        near = f"; did you mean '{close[0]}'?" if close else ""
+    secret = key.startswith("agent.mcp_servers") or any(is_secret(str(part)) for part in first["loc"])
+    given = "" if secret else f" = {hide(repr(first['input']))}"
+    return f"config {source}: '{key}'{given}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
+
+
+def build_config(values: dict, source: str = "") -> Config:
+    """Validate a nested dict against the tree. Errors: UserError that names the key, the value and the nearest choice."""
+    _check_keys(values, Config)
+    _check_values(values, source)
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, source)) from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and command-line overrides (['--batch.prompts_per_step', '16']); without these the file has some key.
+
+    Errors: UserError, one line that names the file.
+    """
+    try:
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"config {path}: it is no text in UTF-8: {error}") from None
+    except _GivenTwice as error:
+        raise UserError(f"config {path}: {yaml_problem(error)}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # the latter of dates that are none, and of deep nests
+        raise UserError(f"config {path}: not YAML: {yaml_problem(error)}") from None
+    if values is None and not overrides:
+        raise UserError(f"config {path}: it is empty: give at least model.path")
+    if not isinstance(values, dict | None):
+        raise UserError(f"config {path}: it has no mapping of keys to values, but a {type(values).__name__}")
+    return build_config(parse_overrides(overrides or [], values), str(path))
+
+
+class _Dumper(yaml.SafeDumper):
+    """It quotes a text that either YAML takes for a number: 0809 is none in YAML 1.1, and `_Loader` reads 809."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
+def to_yaml(config: Config) -> str:
+    """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml: without secrets."""
+    plain = TypeAdapter(Config).dump_python(config, mode="json")
+    return yaml.dump(hidden(plain), Dumper=_Dumper, sort_keys=False)
+
+
+# -- changes -------------------------------------------------------------------------------------------------------------
+# Which keys of a run's config are others than when its folder was last written.
+
+
+FREE = ("steps", "runs_dir", "name")
+"""Keys whose change needs no mention."""
+
+
+def changed_keys(file: Path, now: str) -> list[str]:
+    """'optimizer.lr: 1e-05 -> 2e-05' for each key that differs between a config.yaml and the one to be written (as YAML).
+
+    A key that one of the two lacks is 'absent' there. A file that is missing or no YAML has nothing to compare.
+    """
+    try:
+        before = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    if not isinstance(before, dict):
+        return []
+    old, new = _flat(before), _flat(yaml.safe_load(now))
+    keys = [key for key in {**new, **old} if old.get(key, _ABSENT) != new.get(key, _ABSENT) and key not in FREE]
+    return [f"{key}: {_say(old.get(key, _ABSENT))} -> {_say(new.get(key, _ABSENT))}" for key in keys]
+
+
+_ABSENT = object()
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
+
+
+def _say(value: object) -> str:
+    return "absent" if value is _ABSENT else "null" if value is None else str(value)

@@ -1,0 +1,161 @@
+"""Sizes that follow from a config and a number of processes: data-parallel size, shares, batches. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_rl.config import BatchConfig, Config, ParallelConfig, VP2OConfig
+from megatron_rl.errors import UserError
+
+Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "ask"]
+"""All but ask (eval, rollout), which only asks the engine, and quantize build the trainer; prune and score (eval.likelihood)
+for passes alone."""
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
+"""Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
+OFFLINE = ("sft", "reward", "dpo", "prune", "score", "quantize")
+"""Kinds that need data alone, without an engine."""
+READ_ONLY = ("prune", "score", "quantize", "ask")
+"""Kinds that train nothing, and leave a run's checkpoints as they are."""
+
+
+def reference_of(config: Config, kind: Kind) -> str | None:
+    """Folder of the reference that a run of this kind holds beside its model from the first step on; None: none."""
+    dpo = config.dpo
+    if kind == "dpo" and not dpo.precompute_reference:
+        return dpo.reference or config.model.path
+    return config.policy_reference if kind == "train" else None
+
+
+def critic_config(config: Config) -> Config:
+    """The config of the critic's own trainer, without what is of policies."""
+    critic = config.critic
+    model = replace(
+        config.model,
+        path=critic.path or config.model.path,
+        freeze=critic.freeze,
+        moe_aux_loss=0.0,
+        moe_z_loss=0.0,
+        moe_bias_update_rate=0.0,
+    )
+    start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
+    lora = replace(config.lora, path=start)
+    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a run; every one is derived from `batch`, `parallel` and the number of processes."""
+
+    world_size: int
+    data_parallel: int
+    model_parallel: int
+    """Processes that hold one copy of the model: tensor x pipeline x context."""
+    trajectories_per_leader: int
+    """Responses that a data-parallel leader asks for in one step; where they do not divide, some ask for one more."""
+    trajectories_per_step: int
+    trajectories_per_update: int
+    """Trajectories of one update, over all ranks."""
+    updates_per_step: int
+    """Updates of one epoch."""
+    epochs: int = 1
+
+    def lines(self, kind: Kind) -> list[str]:
+        """The table printed at the start of a run of this kind."""
+        processes = f"{self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model"
+        if kind != "train":
+            what = {"sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons"}.get(kind)
+            rows = [f"{what:<20} {self.trajectories_per_step} per step, in one update"] if what else []
+            return [f"processes            {processes}", *rows]
+        trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
+        updates = f"{self.updates_per_step}{f' x {self.epochs} epochs' if self.epochs > 1 else ''}"
+        on_policy = " (on-policy)" if self.updates_per_step * self.epochs == 1 else ""
+        return [
+            f"processes            {processes}",
+            f"trajectories         {trajectories}, {self.trajectories_per_update} per update",
+            f"updates per step     {updates}{on_policy}",
+        ]
+
+
+def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
+    """Share of the time of an update's passes in which a pipeline stage has nothing to do: (p - 1) / (m v + p - 1).
+
+    p stages, m micro-batches of an update on a data-parallel rank, each stage in v virtual ones (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2, which gives it as a share of the other time: (p - 1) / (m v)). Passes are as long on every stage.
+    Interleaved schedules (v > 1) take micro-batches in rounds of p, the last of which is filled up with empty ones; these are
+    counted as work. A pass of scoring, forward alone, has the same share.
+    """
+    filled = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
+    return (stages - 1) / (filled * virtual + stages - 1)
+
+
+def total_updates(config: Config, kind: Kind) -> int:
+    """Updates of a run's model, by which its learning rate falls: of steps behind those in which the critic alone learns."""
+    if kind != "train":
+        return config.steps
+    alone = config.critic.warmup_steps if config.algorithm.advantage == "gae" else 0
+    return (config.steps - alone) * config.batch.updates
+
+
+def check_group(batch: BatchConfig, advantage: str) -> None:
+    """Errors: UserError where RL has no group to compare a response with."""
+    if batch.samples_per_prompt < 2 and advantage not in WITHOUT_GROUPS:
+        raise UserError(
+            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
+            f" always be 0; use 2 or more, or algorithm.advantage: {' or '.join(WITHOUT_GROUPS)}"
+        )
+
+
+def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> Plan:
+    """Derive the sizes. Errors: UserError naming the key whose size does not divide, with the nearest that does."""
+    model_parallel = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model_parallel:
+        raise UserError(
+            f"config: parallel.tensor x pipeline x context = {model_parallel} does not divide the {world_size} processes;"
+            f" start a multiple of {model_parallel} (--nproc)"
+        )
+    expert_parallel = parallel.expert * (parallel.expert_tensor or 1) * parallel.pipeline
+    if world_size % expert_parallel:
+        raise UserError(
+            f"config: parallel.expert x expert_tensor x pipeline = {expert_parallel} does not divide the {world_size} processes"
+        )
+    data_parallel = world_size // model_parallel
+    trajectories = batch.prompts_per_step * batch.samples_per_prompt
+    if trajectories % batch.updates_per_step:
+        divisors = [n for n in range(1, trajectories + 1) if trajectories % n == 0]
+        near = min(divisors, key=lambda n: abs(n - batch.updates_per_step))
+        raise UserError(
+            f"config: batch.updates_per_step = {batch.updates_per_step} does not divide the {trajectories} trajectories of a"
+            f" step (batch.prompts_per_step x samples_per_prompt); the nearest that does is {near}"
+        )
+    per_update = trajectories // batch.updates_per_step
+    if per_update < data_parallel:
+        step = batch.updates_per_step // math.gcd(batch.updates_per_step, batch.samples_per_prompt)
+        needed = -(-data_parallel * batch.updates_per_step // (batch.samples_per_prompt * step)) * step
+        raise UserError(
+            f"config: an update of {per_update} trajectories (batch.prompts_per_step x samples_per_prompt / updates_per_step)"
+            f" leaves some of the {data_parallel} data-parallel ranks none; raise batch.prompts_per_step to {needed}"
+        )
+    return Plan(
+        world_size=world_size,
+        data_parallel=data_parallel,
+        model_parallel=model_parallel,
+        trajectories_per_leader=trajectories // data_parallel,
+        trajectories_per_step=trajectories,
+        trajectories_per_update=per_update,
+        updates_per_step=batch.updates_per_step,
+        epochs=batch.epochs,
+    )
+
+
+def share_of(total: int, rank: int, size: int) -> range:
+    """One rank's share of `total` ordered things: neighbors, and as many as each of the `size` ranks has, or one less."""
+    return range(rank * total // size, (rank + 1) * total // size)
+
+
+def expert_tensor_size(parallel: ParallelConfig) -> int:
+    """Tensor parallelism inside an expert: as given, else the model's if there is no expert parallelism, else 1."""
+    if parallel.expert_tensor is not None:
+        return parallel.expert_tensor
+    return parallel.tensor if parallel.expert == 1 else 1

@@ -1,0 +1,56 @@
+"""The keys of the config as config/config.py declares them: type, default and meaning, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+
+from megatron_rl import config
+from megatron_rl.config.load import nearest_key
+from megatron_rl.errors import UserError
+
+Row = tuple[str, str, str, str]
+"""(key, type, default, meaning)."""
+
+
+def all_keys() -> list[Row]:
+    """All keys of the tree, section by section."""
+    with open(config.__file__) as source:
+        tree = ast.parse(source.read())
+    return _rows({n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")}, "Config")
+
+
+def print_keys(prefix: str = "") -> None:
+    """Print the keys that begin with `prefix`. Errors: UserError where none does."""
+    found = [row for row in all_keys() if row[0].startswith(prefix)]
+    if not found:
+        raise UserError(f"keys: no key begins with '{prefix}'; {nearest_key(prefix)}")
+    for key, kind, default, meaning in found:
+        print(f"{key}: {default}   ({kind})" if default else f"{key}   ({kind})")
+        for line in textwrap.wrap(meaning, 110):
+            print(f"    {line}")
+
+
+def _rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[Row]:
+    """Rows of a section and, below it, of the sections inside it."""
+    body, found, nested = classes[name].body, [], []
+    for index, node in enumerate(body):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        key, kind = f"{prefix}{node.target.id}", ast.unparse(node.annotation)
+        if kind in classes:
+            nested += _rows(classes, kind, f"{key}.")
+            continue
+        after = body[index + 1] if index + 1 < len(body) else None
+        text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
+        meaning = " ".join(ast.literal_eval(text).split()) if text else ""
+        if named := re.fullmatch(r"dict\[\w+, (\w+Config)\]", kind):
+            nested += _rows(classes, named[1], f"{key}.NAME.")
+        default = ast.unparse(node.value) if node.value else ""
+        default = {
+            "dataclasses.field(default_factory=dict)": "{}",
+            "dataclasses.field(default_factory=list)": "[]",
+        }.get(default, default)
+        found.append((key, kind, default, meaning))
+    return found + nested

@@ -1,0 +1,29 @@
+"""How a model is told of tools, calls them and is answered: tokens on one side, calls and results on the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.registry import resolve
+from megatron_rl.dialects.base import Call, Dialect, Parsed, without_end
+from megatron_rl.dialects.harmony import Harmony
+from megatron_rl.dialects.text import Qwen, ReAct
+from megatron_rl.errors import UserError
+
+DIALECTS: dict[str, type[Dialect]] = {"qwen": Qwen, "react": ReAct, "harmony": Harmony}
+
+__all__ = ["DIALECTS", "Call", "Dialect", "Harmony", "Parsed", "dialect", "without_end"]
+
+
+def dialect(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dialect:
+    """The dialect of that name, or the user's own by `module:name`. options: of its own (agent.dialect_options).
+
+    Errors: UserError for a name that is not there, an option that it does not have, and a tokenizer that it does not fit.
+    """
+    made = resolve("dialect", name, DIALECTS, "agent.dialect")
+    try:
+        return made(tokenizer, **options)
+    except TypeError as error:
+        raise UserError(f"config: agent.dialect_options: {error}") from None

@@ -1,0 +1,424 @@
+"""Calls and channels as gpt-oss models write them, rendered and parsed by openai-harmony (github.com/openai/harmony)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+from openai_harmony import (
+    Author,
+    Conversation,
+    DeveloperContent,
+    HarmonyError,
+    ReasoningEffort,
+    RenderConversationConfig,
+    Role,
+    SystemContent,
+    ToolDescription,
+    ToolNamespaceConfig,
+)
+from openai_harmony import Message as Spoken
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.dialects.base import Call, Dialect, Message, Parsed, Schemas, encodable
+from megatron_rl.dialects.harmony_ids import MARKS, HarmonyIds
+from megatron_rl.errors import UserError
+from megatron_rl.tasks import openai_messages
+from megatron_rl.tasks.openai_messages import parse_call
+
+CHANNELS = ("analysis", "commentary", "final")
+FUNCTIONS = "functions"
+"""The namespace of tools that are declared in the developer's message."""
+BUILT_IN = ("python", "browser")
+"""Namespaces that the models know besides."""
+_JSON = "<|constrain|>json"
+_KEEP = RenderConversationConfig(auto_drop_analysis=False)
+_UNSET = SystemContent()
+
+
+class Harmony(Dialect):
+    """The dialect of gpt-oss: a reply is one or several messages, each on the channel analysis, commentary or final.
+
+    What the final channel says is the answer. Analysis is thinking, and commentary without a recipient is said on the way: a
+    reply that has nothing else is malformed. A call is a message to `functions.NAME`, its content the arguments as a JSON
+    object; several may come in one reply where all but the last end in <|end|>. The system prompt is the developer's
+    instructions.
+
+    A tool called `python` with one argument `code` is the interpreter that the models know: the system message tells of it
+    under `# Tools`, in its own description's words, and a message to `python` is plain code.
+
+    Options (agent.dialect_options), of the system message; None leaves a line out. The date is left out unless it is given, so
+    that the same prompt has the same tokens every day.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reasoning_effort: str | None = "medium",
+        model_identity: str | None = _UNSET.model_identity,
+        knowledge_cutoff: str | None = _UNSET.knowledge_cutoff,
+        conversation_start_date: str | None = None,
+    ) -> None:
+        """reasoning_effort: low, medium or high. Errors: UserError for another one, and for a tokenizer without the marks."""
+        super().__init__(tokenizer)
+        efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
+        if reasoning_effort is not None and reasoning_effort not in efforts:
+            raise UserError(
+                f"config: agent.dialect_options.reasoning_effort: {reasoning_effort} is none of {', '.join(efforts)}"
+            )
+        self._ids = HarmonyIds(tokenizer)
+        self._encoding = self._ids.encoding
+        lines = [model_identity, knowledge_cutoff, conversation_start_date]
+        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML reads dates as such
+        self._system = SystemContent(
+            reasoning_effort=efforts.get(reasoning_effort or ""),
+            model_identity=identity,
+            knowledge_cutoff=cutoff,
+            conversation_start_date=date,
+        )
+        ends = self._encoding.stop_tokens_for_assistant_actions()
+        self._stops = sorted(self._ids.from_library(ends))
+        self._begin = self._encoding.render_conversation_for_completion(Conversation(), Role.ASSISTANT, _KEEP)
+
+    @property
+    @override
+    def stop_token_ids(self) -> list[int]:
+        """<|return|> and <|call|>. <|end|> ends a message and no reply."""
+        return list(self._stops)
+
+    # -- what a reply says ----------------------------------------------------------------------------------------------
+
+    @override
+    def parse(self, token_ids: Sequence[int]) -> Parsed:
+        ids = [int(token) for token in token_ids]
+        while ids and ids[-1] in self._stops:
+            ids.pop()
+        if problem := self._misplaced(ids):
+            return Parsed(malformed=problem)
+        try:
+            messages = self.messages(ids)
+        except (HarmonyError, OverflowError) as error:
+            return Parsed(malformed=f"the reply has not the form of messages ({' '.join(str(error).split())[:200]})")
+        calls, finals, said, heard = [], [], [], ""
+        for message in messages:
+            try:
+                if _to(message) is not None:
+                    calls.append(_call(message))
+                elif (channel := _channel(message)) == "final":
+                    finals.append(_text(message))
+                else:
+                    said += [_text(message)] if channel == "commentary" else []
+                    continue
+            except ValueError as error:
+                return Parsed(malformed=str(error))
+            heard += _text(message)
+        if "\ufffd" in heard and not self._is_utf8(ids):  # with which the library replaces what is none
+            return Parsed(malformed="a call or the answer is not valid UTF-8")
+        if calls and finals:
+            return Parsed(malformed="a call and an answer on the final channel in one reply")
+        if len(finals) > 1:
+            return Parsed(malformed="more than one message on the final channel")
+        if not calls and not finals:
+            return Parsed(
+                malformed="the reply has neither a call nor a message on the final channel, which is the answer"
+            )
+        ended = ids[-1] == self._ids.marks["<|end|>"]
+        if not calls:
+            return Parsed(final=finals[0])
+        beside = "\n".join(filter(None, said))
+        return Parsed(calls, said=beside, open=not ended and _is_code(messages[-1]))
+
+    @override
+    def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """As in `Dialect`; what is thought is left out, as from a conversation's history."""
+        parsed = self.parse(token_ids)
+        if parsed.malformed is not None:
+            return super().message(token_ids)
+        functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+        calls = [{"type": "function", "function": function} for function in functions]
+        return {"role": "assistant", "content": parsed.final or parsed.said} | ({"tool_calls": calls} if calls else {})
+
+    def messages(self, token_ids: Sequence[int]) -> list[Spoken]:
+        """The messages of a reply, the last one also where it has no end. Errors: HarmonyError where they have not the form."""
+        found = self._encoding.parse_messages_from_completion_tokens(
+            self._ids.to_library(token_ids), Role.ASSISTANT, strict=True
+        )
+        for message in found:  # of a header without a recipient the library takes the content type for one
+            if message.content_type is None and (message.recipient or "").startswith("<|constrain|>"):
+                message.content_type, message.recipient = message.recipient, None
+        return found
+
+    def _is_utf8(self, token_ids: Sequence[int]) -> bool:
+        try:
+            self._encoding.decode_utf8(self._ids.to_library(token_ids))
+        except HarmonyError:
+            return False
+        return True
+
+    def _misplaced(self, token_ids: Sequence[int]) -> str | None:
+        """What is wrong with special tokens, which the library takes for text inside of messages; None if nothing is."""
+        marks = self._ids.marks
+        ends = {marks["<|end|>"], *self._stops}
+        places = {  # where a special token may stand, and what follows it
+            marks["<|start|>"]: {"": "header"},
+            marks["<|channel|>"]: {"header": "header"},
+            marks["<|constrain|>"]: {"header": "header"},
+            marks["<|message|>"]: {"header": "content"},
+            **{end: {"header": "", "content": ""} for end in ends},
+        }
+        place = "header"
+        for token in token_ids:
+            if not 0 <= token < self._ids.size:
+                return f"the reply has the id {token}, which is no token"
+            if token in self._ids.special:
+                follows = places.get(token, {}).get(place)
+                if follows is None:
+                    name = self.tokenizer.convert_ids_to_tokens(token)
+                    return f"the special token {name} {f'in the {place} of a message' if place else 'after a message'}"
+                place = follows
+        return None
+
+    @override
+    def parse_text(self, text: str) -> Parsed:
+        return self.parse(self.tokenizer.encode(encodable(text), add_special_tokens=False))
+
+    # -- what the model is told -----------------------------------------------------------------------------------------
+
+    @override
+    def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
+        return self._rendered(self._opening(messages, tools))
+
+    @override
+    def history(
+        self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
+    ) -> list[int] | None:
+        """As in `Dialect`: an answer ends in <|end|>, and the analysis channel is left out, calls and results on it too.
+
+        None where a reply cannot be read.
+        """
+        told = self._opening(messages, tools)
+        try:
+            for reply, answered in turns:
+                told += self.messages(reply)
+                asked = self._asked(reply)
+                told += [one for message in answered for one in self._told(message, asked)]
+        except (HarmonyError, OverflowError):
+            return None
+        return self._rendered([message for message in told if message.channel != "analysis"])
+
+    def _opening(self, messages: Sequence[Message], tools: Schemas) -> list[Spoken]:
+        functions = [tool.get("function") or {} for tool in tools]
+        if not all(isinstance(function.get("name"), str) for function in functions):
+            raise UserError("agent.dialect: harmony can tell of functions with a name alone")
+        system = self._system.model_copy()
+        for function in filter(_is_interpreter, functions):
+            description = encodable(function.get("description") or "")
+            system.with_tools(ToolNamespaceConfig(name="python", description=description, tools=[]))
+        declared = [_declared(function) for function in functions if not _is_interpreter(function)]
+        told = [Spoken.from_role_and_content(Role.SYSTEM, system)]
+        messages = list(messages)
+        developer = DeveloperContent()
+        if messages and messages[0]["role"] in ("system", "developer"):
+            developer.instructions = encodable(str(messages.pop(0).get("content") or "")) or None
+        if declared:
+            developer = developer.with_function_tools(declared)
+        if developer.to_dict() != DeveloperContent().to_dict():
+            told.append(Spoken.from_role_and_content(Role.DEVELOPER, developer))
+        final = [place for place, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
+        for place, message in enumerate(messages):
+            if final and place <= final[-1]:  # behind an answer, what was thought for it is no part of the history
+                message = {key: value for key, value in message.items() if key != "reasoning_content"}
+            told += self._told(message)
+        return told
+
+    @override
+    def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
+        """As in `Dialect`. The author of a result is whom the reply called: by the message's name, else in the calls' order."""
+        asked = self._asked(after or [])
+        told = []
+        for result in results:
+            message: Message = {"role": "tool", "content": result} if isinstance(result, str) else result
+            told += self._told(message, asked)
+        return self._missing_end(after) + self._rendered(told)
+
+    @override
+    def call_text(self, call: Call) -> str:
+        return self._encoding.decode(self._said([_calling(call)]))
+
+    @override
+    def reply(self, text: str) -> list[int]:
+        """Tokens of an answer, on the final channel."""
+        return self.reply_of({"role": "assistant", "content": text})
+
+    @override
+    def reply_of(self, message: Message) -> list[int]:
+        return self._ids.from_library(self._said(self._told(message)))
+
+    def _said(self, messages: Sequence[Spoken]) -> list[int]:
+        """The library's ids of an assistant's messages as one reply."""
+        end, call = (self._encoding.encode(mark, allowed_special="all")[0] for mark in ("<|end|>", "<|call|>"))
+        rendered = [self._encoding.render(message) for message in messages[:-1]]
+        ids = [token for one in rendered for token in [*one[:-1], end if one[-1] == call else one[-1]]]
+        ids += self._encoding.render_conversation_for_training(Conversation(messages=list(messages[-1:])), _KEEP)
+        return ids[len(self._begin) :]
+
+    def _rendered(self, messages: Sequence[Spoken]) -> list[int]:
+        """Tokens of messages, up to where the next reply begins. Errors: UserError for what the library cannot tell of."""
+        conversation = Conversation(messages=list(messages))
+        try:
+            ids = self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT, _KEEP)
+        except HarmonyError as error:
+            raise UserError(
+                f"agent.dialect: harmony cannot tell of this: {' '.join(str(error).split())[:300]}"
+            ) from None
+        return self._ids.from_library(ids)
+
+    def _told(self, message: Message, asked: list[tuple[str, str]] | None = None) -> list[Spoken]:
+        """A message in OpenAI's form as the library's. asked: recipient and channel of calls that wait for their result."""
+        text, role = encodable(str(message.get("content") or "")), message["role"]
+        if role == "assistant":
+            calls = [_calling(Call(*parse_call(call))) for call in message.get("tool_calls") or []]
+            thought = encodable(str(message.get("reasoning_content") or ""))
+            before = [_spoken(thought, "analysis")] if thought else []
+            if text and calls:
+                before.append(_spoken(text, "commentary"))
+            return [*before, *(calls or [_spoken(text, "final")])]
+        if role in ("system", "developer"):
+            return [Spoken.from_role_and_content(Role.DEVELOPER, DeveloperContent(instructions=text))]
+        if role == "user":
+            return [Spoken.from_role_and_content(Role.USER, text)]
+        if role != "tool":
+            raise UserError(f"agent.dialect: harmony has no role '{role}'; it has system, user, assistant and tool")
+        name, channel = _author(message.get("name"), asked if asked is not None else [])
+        author = Author.new(Role.TOOL, name)
+        result = Spoken.from_author_and_content(author, text).with_channel(channel)
+        return [result.with_recipient("assistant")]
+
+    def _asked(self, reply: Sequence[int]) -> list[tuple[str, str]]:
+        """Recipient and channel of all calls of a reply, also where one is malformed."""
+        try:
+            messages = self.messages(reply)
+        except (HarmonyError, OverflowError):
+            return []
+        return [(to, message.channel or "commentary") for message in messages if (to := _to(message)) and _named(to)]
+
+    def _missing_end(self, reply: Sequence[int] | None) -> list[int]:
+        """What a reply lacks that was cut off: the end of its last message."""
+        marks = self._ids.marks
+        if not reply or reply[-1] in {marks["<|end|>"], *self._stops}:
+            return []
+        try:
+            calls = _to(self.messages(reply)[-1]) is not None
+        except (HarmonyError, OverflowError):
+            calls = False
+        return [marks["<|call|>" if calls else "<|end|>"]]
+
+
+def _text(message: Spoken) -> str:
+    return "".join(getattr(content, "text", "") for content in message.content)
+
+
+def _shown(name: str) -> str:
+    return repr(name[:60])
+
+
+def _spoken(text: str, channel: str) -> Spoken:
+    return Spoken.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
+
+
+def _channel(message: Spoken) -> str:
+    """The channel of an assistant's message. Errors: ValueError, as the model is told."""
+    role = message.author.role
+    if role is not Role.ASSISTANT:
+        raise ValueError(
+            f"a message of {_shown(message.author.name or role.value)}: the reply is to be the assistant's alone"
+        )
+    if message.channel not in CHANNELS:
+        channel = f"on an unknown channel {_shown(message.channel)}" if message.channel else "without a channel"
+        raise ValueError(f"a message {channel}; the channels are {', '.join(CHANNELS)}")
+    return message.channel
+
+
+def _to(message: Spoken) -> str | None:
+    """Whom a message calls."""
+    return None if message.recipient == "all" else message.recipient
+
+
+def _named(recipient: str) -> str | None:
+    """The tool of a recipient; None where it has not the form, as where a second channel follows it."""
+    if any(mark in recipient for mark in MARKS):
+        return None
+    namespace, _, name = recipient.partition(".")
+    if namespace == FUNCTIONS:
+        return name or None
+    return recipient if namespace in BUILT_IN and all(recipient.split(".")) else None
+
+
+def _is_code(message: Spoken) -> bool:
+    """Whether a message is plain code for the interpreter."""
+    return message.recipient == "python" and "json" not in (message.content_type or "")
+
+
+def _call(message: Spoken) -> Call:
+    """The call that a message is. Errors: ValueError, as the model is told."""
+    channel, recipient, text = _channel(message), _to(message) or "", _text(message)
+    name = _named(recipient)
+    if name is None:
+        raise ValueError(f"an unknown recipient {_shown(recipient)}; a call goes to {FUNCTIONS}.NAME")
+    if channel == "final":
+        raise ValueError("a call on the final channel; calls go to the commentary channel")
+    if _is_code(message):
+        return Call(name, {"code": text})
+    try:
+        arguments = openai_messages.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the arguments of {_shown(name)} are not JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {_shown(name)} are no JSON object")
+    return Call(name, arguments)
+
+
+def _calling(call: Call) -> Spoken:
+    """A call as the models write it."""
+    if call.name == "python" and list(call.arguments) == ["code"]:
+        return (
+            _spoken(encodable(str(call.arguments["code"])), "analysis")
+            .with_recipient("python")
+            .with_content_type("code")
+        )
+    text = encodable(json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":")))
+    return _spoken(text, "commentary").with_recipient(_recipient(call.name)).with_content_type(_JSON)
+
+
+def _recipient(tool: str) -> str:
+    """Whom one calls to call a tool."""
+    return tool if tool.partition(".")[0] in BUILT_IN else f"{FUNCTIONS}.{tool}"
+
+
+def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
+    """Author and channel of a tool's result. asked: calls that wait for theirs; the one that has it is taken out.
+
+    Without a name and a call (of a reply that nobody could read) the namespace itself answers.
+    """
+    for place, (recipient, channel) in enumerate(asked):
+        if tool in (None, _named(recipient)):
+            del asked[place]
+            return recipient, channel if channel in CHANNELS else "commentary"
+    if tool is None:
+        return FUNCTIONS, "commentary"
+    recipient = _recipient(tool)
+    return recipient, "commentary" if recipient.startswith(FUNCTIONS) else "analysis"
+
+
+def _is_interpreter(function: Mapping[str, Any]) -> bool:
+    """Whether a tool is one that a message of plain code to `python` can call."""
+    arguments = (function.get("parameters") or {}).get("properties") or {}
+    return function["name"] == "python" and list(arguments) == ["code"]
+
+
+def _declared(function: Mapping[str, Any]) -> ToolDescription:
+    """A tool as the developer's message declares it."""
+    parameters = function.get("parameters") or {}
+    known = json.loads(encodable(json.dumps(parameters, ensure_ascii=False))) if parameters.get("properties") else None
+    return ToolDescription.new(function["name"], encodable(function.get("description") or ""), known)

@@ -1,0 +1,288 @@
+"""torch.distributed and Megatron's parallel state, and the few questions that the rest asks of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.config.plan import expert_tensor_size
+from megatron_rl.distributed import nccl
+from megatron_rl.distributed.processes import dumps, join, loads
+from megatron_rl.errors import StopRequested, together
+
+T = TypeVar("T")
+
+BEAT_S = 1.0
+"""Longest time between two signs of life of the processes while one of them waits for something outside."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. A copy of the model is held by the processes of one data-parallel rank."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    is_leader: bool
+    """First process of its copy of the model: it asks the rollout engine for its data-parallel rank's share."""
+    copy_group: dist.ProcessGroup
+    """The processes that hold one copy of the model (tensor x pipeline x context), over gloo."""
+    leaders: tuple[int, ...]
+    """Global ranks of the leaders, by data-parallel rank."""
+    world_group: dist.ProcessGroup
+    """All processes, over gloo: for objects and for flags."""
+    device: torch.device
+
+    def from_leader(self, value: T | None) -> T:
+        """The leader's value, on every process of its copy."""
+        return self._broadcast(value, self.leaders[self.data_rank], self.copy_group)
+
+    def from_main(self, value: T | None) -> T:
+        """Global rank 0's value, on every process."""
+        return self._broadcast(value, 0, self.world_group)
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, in order of ranks, on every process."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.world_group)
+        return values
+
+    def gather_from_leaders(self, value: T) -> list[T]:
+        """Every leader's value, by data-parallel rank, on every process."""
+        values: list[Any] = self.gather(value if self.is_leader else None)
+        return [values[leader] for leader in self.leaders]
+
+    def main_does(self, work: Callable[[], T], *, patient: bool = False) -> T:
+        """What `work` returns on global rank 0, on every process, as is its error. patient: however long it takes."""
+        if patient:
+            work = self.patiently(work if self.rank == 0 else lambda: None)  # type: ignore[assignment]
+        return self.from_main(together(work if self.rank == 0 else None, self.world_group))
+
+    def leaders_do(self, work: Callable[[], T], *, patient: bool = False) -> T | None:
+        """What `work` returns on a leader, None elsewhere; one leader's error is every process's. patient: as of main_does."""
+        if patient:
+            work = self.patiently(work if self.is_leader else lambda: None)  # type: ignore[assignment]
+        return together(work if self.is_leader else None, self.world_group)
+
+    def all_do(self, work: Callable[[], T]) -> T:
+        """What `work` returns here; one process's error is every process's."""
+        done: Any = together(work, self.world_group)
+        return done
+
+    def patiently(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Do work everywhere that waits for something outside, such as servers. Returns what gives its result here, or error.
+
+        It runs in a thread, while the processes tell each other that they live: however long one has to wait, no other one
+        takes it for lost (parallel.timeout_s), and one that is lost is noticed in that time. Returns when all are through.
+        """
+        if self.world_size == 1:
+            return work
+        done = in_background(work)
+        self.wait_for(done)
+        return done.result
+
+    def wait_for(
+        self, done: Future, stop: Callable[[], bool] = lambda: False, enough: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait as `patiently` does, for work that each process has begun, or until there is enough of it.
+
+        enough: collective, and the same on all processes. Returns whether some process was asked to `stop`, on all of them; the
+        work may still be under way then, and where there is enough.
+        """
+        start = time.monotonic()
+        while True:
+            # What is short is not made longer by waiting for the next sign of life.
+            wait([done], min(BEAT_S, 0.01 + (time.monotonic() - start) / 50))
+            working, stopped = self._maxima(int(not done.done()), int(stop()))
+            if stopped or not working or enough():
+                return bool(stopped)
+
+    def exchange(self, outgoing: list[T]) -> list[T]:
+        """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.
+
+        Every process calls it; on those that lead nothing, outgoing is not looked at and nothing arrives.
+        """
+        if self.data_size == 1:
+            return outgoing if self.is_leader else []
+        parcels = [b""] * self.world_size
+        if self.is_leader:
+            for leader, value in zip(self.leaders, outgoing, strict=True):
+                parcels[leader] = dumps(value) if leader != self.rank else b""
+        sizes = torch.tensor([len(parcel) for parcel in parcels])
+        found = torch.empty_like(sizes)
+        dist.all_to_all_single(found, sizes, group=self.world_group)
+        # One byte more: torch makes no tensor of an empty buffer.
+        sent = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
+        arrived = torch.empty(int(found.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(arrived, sent, found.tolist(), sizes.tolist(), group=self.world_group)
+        if not self.is_leader:
+            return []
+        parts = arrived.split(found.tolist())
+        return [outgoing[self.data_rank] if r == self.rank else loads(parts[r].numpy().tobytes()) for r in self.leaders]
+
+    def maximum(self, value: int) -> int:
+        """Largest value over all processes."""
+        return self._maxima(value)[0]
+
+    def _maxima(self, *values: int) -> list[int]:
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world_group)
+        return tensor.tolist()
+
+    def total(self, value: int, *, of_leaders: bool = False) -> int:
+        """Sum over all processes, or over one process of each copy of the model."""
+        tensor = torch.tensor(value if self.is_leader or not of_leaders else 0)
+        dist.all_reduce(tensor, group=self.world_group)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier(group=self.world_group)
+
+    def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup) -> Any:
+        if dist.get_world_size(group) == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=group)
+        return box[0]
+
+
+def in_background[R](work: Callable[[], R]) -> Future[R]:
+    """Do work in a thread of its own: a daemon, as the interpreter would wait for another one at its end."""
+    done: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="patiently", daemon=True).start()
+    return done
+
+
+def initialize(config: ParallelConfig, seed: int) -> Ranks:
+    """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
+
+    Random states are seeded alike on all data-parallel ranks, and differently per tensor and pipeline rank as Megatron does.
+    """
+    timeout = timedelta(seconds=config.timeout_s)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    for name, value in nccl.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not dist.is_initialized():
+        join("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=expert_tensor_size(config),
+        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+        create_gloo_process_groups=True,
+    )
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_group = process_group(dist.new_group(backend="gloo", timeout=timeout))
+    data_rank = parallel_state.get_data_parallel_rank()
+    data_ranks: list[int] = [0] * world_size
+    dist.all_gather_object(data_ranks, data_rank, group=world_group)
+    copies = [[r for r in range(world_size) if data_ranks[r] == d] for d in range(max(data_ranks) + 1)]
+    groups = [dist.new_group(copy, backend="gloo", timeout=timeout) for copy in copies]
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        data_rank=data_rank,
+        data_size=len(copies),
+        is_leader=copies[data_rank][0] == rank,
+        copy_group=process_group(groups[data_rank]),
+        leaders=tuple(copy[0] for copy in copies),
+        world_group=world_group,
+        device=device,
+    )
+
+
+def process_group(found: object) -> dist.ProcessGroup:
+    """A group of Megatron's parallel state, whose functions have no types."""
+    assert isinstance(found, dist.ProcessGroup)
+    return found
+
+
+def used_gb() -> float | None:
+    """GB of 10^9 bytes that all processes together use of this process's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free) / 1e9
+
+
+def shutdown() -> None:
+    """Leave Megatron's parallel state and torch.distributed, for programs that go on (tests, tools)."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# -- interrupt -----------------------------------------------------------------------------------------------------------
+# A step is given up in its middle, where the run was asked to end and nothing has been changed yet.
+
+
+class Interrupt:
+    """What trainers look at between passes, and between micro-batches where no pipeline has others on their way.
+
+    All processes look equally often. Each look learns what was asked before the one before it, so that none waits for it.
+    """
+
+    def __init__(self, ranks: Ranks, asked: Callable[[], bool], *, deep: bool) -> None:
+        """asked: whether this process was asked to end; deep: look between micro-batches too."""
+        self.deep = deep
+        self._ranks, self._asked = ranks, asked
+        self.armed = False
+        """Whether nothing has been changed yet in the step at hand."""
+        self._flag = torch.zeros(())
+        self._sum: dist.Work | None = None
+
+    def arm(self) -> None:
+        """A step begins (all processes)."""
+        self.disarm()
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Something has been changed, so that the step has to come to its end (all processes)."""
+        self.armed = False
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+
+    def look(self) -> None:
+        """Errors: StopRequested, on all processes at the same look."""
+        if not self.armed:
+            return
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+            if self._flag > 0:
+                raise StopRequested
+        self._flag = torch.tensor(int(self._asked()))
+        self._sum = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._ranks.world_group, async_op=True)

@@ -1,0 +1,1 @@
+"""Features of the trainer as update hooks: routing replay, route predictors, router balance, guards."""

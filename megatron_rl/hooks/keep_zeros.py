@@ -1,0 +1,67 @@
+"""Weights that are zero and stay it: a pruned model is trained on as one (model.keep_zeros)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rl.data.packing import Batch
+from megatron_rl.errors import UserError
+from megatron_rl.models.shape import Shape, linear_weights
+from megatron_rl.trainer.hooks import Stage, UpdateContext, UpdateHook
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
+
+class KeepZeros(UpdateHook):
+    """Leaves weights that are zero in the folder model.path without a gradient.
+
+    That is all: Adam's moments of such a weight are zero from the first step on, its step is 0 / (0 + eps), and weight decay
+    takes a share of 0, so that the fp32 weight, its bf16 copy, checkpoints and exports have an exact zero. The gradient goes
+    before its norm is taken, by which the others are clipped.
+    """
+
+    def __init__(self, keep: bool | list[str]) -> None:
+        """keep: patterns of plain names (`models.freeze`); true: all linear layers of attention, MLPs and experts."""
+        self.patterns = [] if isinstance(keep, bool) else keep
+        self._trainer: Trainer | None = None
+        self._zeros: list[tuple[str, torch.nn.Parameter, Tensor]] = []
+        self._looked = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """Find the zeros. Errors: UserError where there is none."""
+        self._trainer = trainer
+        wanted = linear_weights(Shape.from_config(trainer.model.hf_config), self.patterns)
+        for named in trainer.model.parameter_names(trainer.chunks):
+            for name, parameter in named.items():
+                if name in wanted and parameter.requires_grad and (zero := parameter.detach() == 0).any():
+                    self._zeros.append((name, parameter, zero))
+        if not trainer.ranks.maximum(len(self._zeros)):
+            raise UserError(
+                f"config: model.keep_zeros: no weight of {trainer.model.path} is zero that it could keep; set it to false"
+            )
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
+        """Before the first update: what a checkpoint brought has these zeros too. Errors: UserError, on all processes."""
+        if self._looked or stage != "update" or self._trainer is None:
+            return
+        self._looked = True
+        lost = [name for name, parameter, zero in self._zeros if (parameter.detach()[zero] != 0).any()]
+        if names := [name for found in self._trainer.ranks.gather(lost[:1]) for name in found]:
+            raise UserError(
+                f"config: model.keep_zeros: {names[0]} is zero in places in model.path, and not in the checkpoint, which was"
+                " trained without; start a run with another name"
+            )
+
+    def after_reduction(self) -> None:
+        """Take the gradients away."""
+        for _, parameter, zero in self._zeros:
+            parameter.main_grad.masked_fill_(zero, 0)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
+
+    def tensors(self) -> list[Tensor]:
+        """The masks, a byte for each weight."""
+        return [zero for _, _, zero in self._zeros]

@@ -1,0 +1,167 @@
+"""Training of the route predictors: an Adam of their own, so that they never touch the policy's gradients or clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from torch import Tensor
+
+from megatron_rl.config import FROM_ENGINE, OptimizerConfig, RoutingConfig
+from megatron_rl.data.packing import Batch
+from megatron_rl.distributed.parallel import process_group
+from megatron_rl.metrics.reduce import Metrics, alike
+from megatron_rl.models.router import PREDICTOR_WEIGHT, routers
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.predict import PredictorGradients, PredictRoutes
+from megatron_rl.routing.predictor import relative_horizon
+from megatron_rl.routing.table import RouteTable
+from megatron_rl.trainer.hooks import Stage, Step, UpdateContext, UpdateHook
+from megatron_rl.trainer.trainer import Trainer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adam(weights: Iterable[Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """The predictors' optimizer, whose learning rate `set_lr` sets before each of its steps."""
+    # Momentum is a memory of its own, which would outlive what a predictor is to forget.
+    betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
+    return torch.optim.AdamW(weights, betas=betas, eps=optimizer.eps)
+
+
+def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
+    """For the next step, after one of the policy at learning rate `lr`."""
+    for group in adam.param_groups:
+        group["lr"] = lr * routing.predictor_lr_multiplier
+        # AdamW decays by their product.
+        group["weight_decay"] = routing.predictor_decay / group["lr"] if group["lr"] else 0.0
+
+
+class Predictors(UpdateHook):
+    """The predictors of this process's MoE layers: the same on all processes that hold these layers.
+
+    They learn in all but the first update of a rollout batch, before which routers have not moved. A pipeline stage without a
+    MoE layer has none.
+    """
+
+    name = "predictors"
+    parameters = PREDICTOR_WEIGHT
+
+    def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig, updates: int) -> None:
+        """updates: of a rollout batch."""
+        self.config, self.optimizer, self.updates = routing, optimizer, updates
+        self.served = routing.source in FROM_ENGINE
+        self.weights: dict[int, torch.nn.Parameter] = {}
+        self.adam: torch.optim.AdamW | None = None
+        self._gradients: dict[int, Tensor] = {}
+        """[E, d] by layer, of the loss summed over the tokens of this process in the update."""
+        self._learning: list[PredictorGradients] = []
+        """One a micro-batch."""
+        self._failed = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """Give each router a predictor, and make their optimizer."""
+        found = dict(routers(trainer.chunks))
+        for layer, router in found.items():
+            router.add_predictor()
+            assert router.predictor is not None
+            self.weights[layer] = router.predictor.weight
+        if not found:
+            return
+        self.adam = make_adam(self.weights.values(), self.config, self.optimizer)
+        for weight in self.weights.values():
+            moments = {name: torch.zeros_like(weight) for name in MOMENTS}
+            self.adam.state[weight] = {"step": torch.zeros(()), **moments}
+        self.group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
+        """Forget the gradients of the last pass."""
+        self._gradients, self._learning, self._failed = {}, [], False
+
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
+        """Return what predicts routes in this pass, or learns to."""
+        learns, scaled = place.update > 0, self.config.predictor_horizon == "scaled"
+        horizon = relative_horizon(place.update, self.updates) if scaled else 1.0
+        if stage == "log_probs":
+            from_engine = self.config.source in FROM_ENGINE
+            # The engine, which knows of no mini-batches, looks ahead by their mean.
+            options = {"learns": learns, "horizon": 1.0 if from_engine else horizon}
+            return [PredictRoutes(table, chosen_by_engine=from_engine, **options)]
+        if not (learns and self.weights):
+            return []
+        options = (self.config.predictor_loss, place.update + 1, self._gradients, horizon)
+        learning = PredictorGradients(table, *options)
+        self._learning.append(learning)
+        return [learning]
+
+    def after_step(self, step: Step) -> None:
+        """Without a step nothing is learned: what made it fail, or be refused, may be in the routers' logits too."""
+        if self._learning and step.done:
+            tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
+            self._failed = not self.learn(self._gradients, tokens, step.lr)
+        self._gradients, self._learning = {}, []  # which would keep the micro-batches
+
+    def metrics(self) -> Metrics:
+        """Return whether the predictors skipped the update."""
+        return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
+
+    def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
+        """One update by the mean over the cached tokens of all processes, layer by layer.
+
+        gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Collective.
+        Returns whether it was done: not without a cached token, nor where a gradient is not finite.
+        """
+        assert self.adam is not None
+        sums = [gradients.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
+        flat = torch.cat([*(total.flatten() for total in sums), sums[0].new_tensor([tokens])])
+        dist.all_reduce(flat, group=self.group)
+        *means, everywhere = flat.split([*(total.numel() for total in sums), 1])
+        if not float(everywhere) or not bool(flat.isfinite().all()):
+            return False
+        for weight, gradient in zip(self.weights.values(), means, strict=True):
+            weight.grad = gradient.view_as(weight) / everywhere
+        set_lr(self.adam, lr, self.config)
+        self.adam.step()
+        self.adam.zero_grad()
+        return True
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Yield the optimizer's moments."""
+        if self.adam is not None:
+            yield from (value for state in self.adam.state.values() for value in state.values())
+
+    # -- checkpoints: the weights are part of the model's state, the moments lie beside it ------------------------
+
+    def progress(self) -> dict[str, int]:
+        """Return how many updates the predictors have had."""
+        return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
+
+    def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Adam's moments."""
+        if self.adam is None:
+            return {}
+        sharded = get_param_id_to_sharded_param_map(model_state, iter(self.weights.values()))
+        return {
+            name: {
+                layer: make_sharded_optimizer_tensor(
+                    sharded[index], self.adam.state[weight][name], f"predictors.{name}"
+                )
+                for index, (layer, weight) in enumerate(self.weights.items())
+            }
+            for name in MOMENTS
+        }
+
+    def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
+        """Restore the moments and their step."""
+        if self.adam is None:
+            return
+        for layer, weight in self.weights.items():
+            moments = self.adam.state[weight]
+            moments["step"] = torch.tensor(float(progress["updates"]))
+            for name in MOMENTS:
+                moments[name].copy_(state[name][layer])

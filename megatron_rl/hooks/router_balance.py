@@ -1,0 +1,63 @@
+"""The routers' balance as hooks of the trainer: how even it is, and biases that move toward it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.algorithms.router_losses import balanced_bias
+from megatron_rl.distributed.parallel import process_group
+from megatron_rl.models.router import routers
+from megatron_rl.routing.measure import ExpertLoad, RouterEntropy
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.table import RouteTable
+from megatron_rl.trainer.hooks import Stage, Step, UpdateContext, UpdateHook
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
+
+class Utilization(UpdateHook):
+    """How evenly the experts of each layer are used; nothing of a dense model."""
+
+    def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
+        """Return what measures an update."""
+        update = place.update + 1
+        return [ExpertLoad(table, update), RouterEntropy(table, update)] if stage == "update" else []
+
+
+class ExpertBias(UpdateHook):
+    """Moves the biases of the experts' scores after each update toward even loads (`algorithms.balance.balanced_bias`).
+
+    The loads are choices of all tokens of the update but padding, prompts included. An update that is left out moves none.
+    """
+
+    def __init__(self, rate: float) -> None:
+        """rate: model.moe_bias_update_rate, above 0."""
+        self._rate = rate
+        self._biases: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+        self._loads = torch.zeros(0)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Find the biases of this pipeline stage."""
+        found = [router for _, router in routers(trainer.chunks) if router.enable_expert_bias]
+        self._biases = [router.get_buffer("expert_bias") for router in found]
+        self._counts = [router.get_buffer("local_tokens_per_expert") for router in found]
+
+    def after_backward(self) -> None:
+        """Keep this process's loads, which Megatron's reduction of gradients begins anew."""
+        if self._counts:
+            self._loads = torch.stack(self._counts)
+
+    def after_step(self, step: Step) -> None:
+        """Move the biases where something was learned."""
+        if not step.done or not self._biases:
+            return
+        group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(self._loads, group=group)
+        for bias, loads in zip(self._biases, self._loads, strict=True):
+            bias.copy_(balanced_bias(bias, loads, self._rate))

@@ -1,0 +1,309 @@
+"""How many numbers a model holds, read off its config.json: every weight as Megatron has it, whole and on one rank.
+
+No Megatron and no torch: arithmetic alone, for all supported families. `tests/models/test_sizes.py` compares the counts with
+those of Megatron's own modules and of transformers'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import LoRAConfig, ParallelConfig
+from megatron_rl.config.plan import expert_tensor_size
+from megatron_rl.data.engine_routes import EngineRoutes
+from megatron_rl.models.adapters import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
+from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, is_classifier
+
+Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the model, or one of `copies` of the same shape (experts)."""
+
+    part: Part
+    shape: tuple[int, ...]
+    name: str
+    """Megatron's without Transformer Engine (`models.freeze`), with * for the numbers of experts."""
+    cut: bool = False
+    """Whether tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole."""
+    copies: int = 1
+    """Number of experts that have one, which expert parallelism shares out."""
+
+    @property
+    def size(self) -> int:
+        """Numbers, over all copies."""
+        return math.prod(self.shape) * self.copies
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a linear layer multiplies with it (and FP8 may store it)."""
+        return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
+
+    def on_rank(self, parallel: ParallelConfig) -> Weight:
+        """One rank's part of the weight in its pipeline stage, as one flat vector for each copy."""
+        experts = self.part == "experts"
+        ranks = expert_tensor_size(parallel) if experts else parallel.tensor
+        size = math.prod(self.shape) // (ranks if self.cut else 1)
+        matrix = (size, 1) if len(self.shape) > 1 else (size,)
+        return replace(self, shape=matrix, copies=self.copies // (parallel.expert if experts else 1))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of the whole model; tied embeddings count once."""
+
+    total: int
+    experts: int
+    """Parameters of routed experts."""
+    dense: int
+    """All other parameters."""
+    embedding: int
+    """The dense parameters of embedding and head."""
+    active: int
+    """Parameters that a token meets: all but the experts to which it is not sent."""
+
+
+_QK_NORM: dict[str, Literal["head", "heads"]] = {
+    "OlmoeForCausalLM": "heads",
+    "Qwen3ForCausalLM": "head",
+    "Qwen3MoeForCausalLM": "head",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that memory depends on, under the same names for all families."""
+
+    layers: int
+    moe_layers: tuple[int, ...]
+    hidden: int
+    vocab: int
+    tied: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a head's queries and keys."""
+    value_dim: int
+    rotary_dim: int
+    intermediate: int
+    """Inner size of a dense layer's MLP."""
+    experts: int
+    """Routed experts of a layer; 0: a dense model."""
+    topk: int
+    expert_intermediate: int
+    shared_intermediate: int
+    """Inner size of all shared experts together; 0: none."""
+    q_lora: int
+    """Width of the low-rank queries of multi-latent attention; 0: none."""
+    kv_lora: int
+    """Width of its low-rank keys and values; 0: no multi-latent attention."""
+    qk_norm: Literal["none", "head", "heads"]
+    """Norms of queries and keys: of each head by itself, or of all heads together (OLMoE)."""
+    qkv_bias: bool
+    bias: bool
+    """Whether the other linear layers have a bias."""
+    sinks: bool
+    router_bias: bool
+    value_head: bool = False
+    """Whether the head gives one number instead of logits; then it is not tied."""
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
+        """The sizes of a supported architecture (parallel_check.SUPPORTED). value_head: by default that of the folder."""
+        value_head = is_classifier(config) if value_head is None else value_head
+        name, experts = architecture(config), expert_count(config)
+        routes = EngineRoutes.from_config(config.to_dict()) if experts else None
+        heads = config.num_attention_heads
+        kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if name == "DeepseekV3ForCausalLM" else 0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        rotary_dim = value_dim = head_dim
+        if kv_lora:
+            rotary_dim, value_dim = config.qk_rope_head_dim, config.v_head_dim
+            head_dim = config.qk_nope_head_dim + rotary_dim
+        inner = expert_intermediate(config) if experts else 0
+        gpt_oss = name == "GptOssForCausalLM"
+        return cls(
+            layers=config.num_hidden_layers,
+            moe_layers=routes.moe_layers if routes else (),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            tied=config.tie_word_embeddings and not value_head,
+            heads=heads,
+            kv_heads=heads if kv_lora else getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            rotary_dim=rotary_dim,
+            intermediate=config.intermediate_size,
+            experts=experts,
+            topk=routes.topk if routes else 0,
+            expert_intermediate=inner,
+            shared_intermediate=inner * (getattr(config, "n_shared_experts", None) or 0),
+            q_lora=(config.q_lora_rank or 0) if kv_lora else 0,
+            kv_lora=kv_lora,
+            qk_norm=_QK_NORM.get(name, "none"),
+            qkv_bias=bool(getattr(config, "attention_bias", False)),
+            bias=gpt_oss or bool(getattr(config, "mlp_bias", False)),
+            sinks=gpt_oss,
+            router_bias=gpt_oss,
+            value_head=value_head,
+        )
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Number of rows of embedding and head, a multiple of the tensor-parallel size."""
+        return -(-self.vocab // tensor) * tensor
+
+
+def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:
+    """Weights of one layer.
+
+    transformer_engine: with it the low-rank projections of multi-latent attention are whole on every rank; those of
+    Megatron's local layers are cut.
+    """
+    norms = ("input_layernorm", "pre_mlp_layernorm")
+    weights = [*_attention(shape, transformer_engine), *(Weight("norm", (shape.hidden,), f"{n}.weight") for n in norms)]
+    if layer not in shape.moe_layers:
+        weights += _mlp(shape, "mlp", "mlp", shape.intermediate)
+    else:
+        weights.append(Weight("router", (shape.experts, shape.hidden), "mlp.router.weight"))
+        if shape.router_bias:
+            weights.append(Weight("router", (shape.experts,), "mlp.router.bias"))
+        experts = _mlp(shape, "experts", "mlp.experts.local_experts.*", shape.expert_intermediate)
+        weights += [replace(w, copies=shape.experts) for w in experts]
+        if shape.shared_intermediate:
+            weights += _mlp(shape, "mlp", "mlp.shared_experts", shape.shared_intermediate)
+    return [replace(w, name=f"decoder.layers.{layer}.{w.name}") for w in weights]
+
+
+def _mlp(shape: Shape, part: Part, module: str, inner: int) -> list[Weight]:
+    fc1, fc2 = (f"{module}.linear_fc{i}" for i in (1, 2))
+    weights = [
+        Weight(part, (2 * inner, shape.hidden), f"{fc1}.weight", cut=True),
+        Weight(part, (shape.hidden, inner), f"{fc2}.weight", cut=True),
+    ]
+    if shape.bias:
+        weights += [Weight(part, (2 * inner,), f"{fc1}.bias", cut=True), Weight(part, (shape.hidden,), f"{fc2}.bias")]
+    return weights
+
+
+def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
+    def weight(name: str, *sizes: int, cut: bool = False, part: Part = "attention") -> Weight:
+        return Weight(part, sizes, f"self_attention.{name}", cut=cut)
+
+    hidden, heads, dim = shape.hidden, shape.heads, shape.head_dim
+    out = weight("linear_proj.weight", hidden, heads * shape.value_dim, cut=True)
+    if shape.kv_lora:
+        down = not transformer_engine
+        nope = dim - shape.rotary_dim
+        weights = [
+            weight("linear_kv_down_proj.weight", shape.kv_lora + shape.rotary_dim, hidden, cut=down),
+            weight("kv_layernorm.weight", shape.kv_lora, part="norm"),
+            weight("linear_kv_up_proj.weight", heads * (nope + shape.value_dim), shape.kv_lora, cut=True),
+            out,
+        ]
+        if not shape.q_lora:
+            return [*weights, weight("linear_q_proj.weight", heads * dim, hidden, cut=True)]
+        return [
+            *weights,
+            weight("linear_q_up_proj.weight", heads * dim, shape.q_lora, cut=True),
+            weight("linear_q_down_proj.weight", shape.q_lora, hidden, cut=down),
+            weight("q_layernorm.weight", shape.q_lora, part="norm"),
+        ]
+    qkv = (heads + 2 * shape.kv_heads) * dim
+    weights = [weight("linear_qkv.weight", qkv, hidden, cut=True), out]
+    if shape.qkv_bias:
+        weights.append(weight("linear_qkv.bias", qkv, cut=True))
+    if shape.bias:
+        weights.append(weight("linear_proj.bias", hidden))
+    if shape.qk_norm != "none":
+        each = (heads, shape.kv_heads) if shape.qk_norm == "heads" else (1, 1)
+        names = ("q_layernorm.weight", "k_layernorm.weight")
+        weights += [weight(name, n * dim, part="norm") for name, n in zip(names, each, strict=True)]
+    if shape.sinks:
+        weights.append(weight("core_attention.softmax_offset", heads, cut=True))
+    return weights
+
+
+def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
+    """Embedding of the first pipeline stage; final norm and head of the last. Two stages have tied weights twice."""
+    table = (shape.padded_vocab(tensor), shape.hidden)
+    weights = [Weight("embedding", table, EMBEDDING, cut=True)] if first else []
+    if last:
+        weights.append(Weight("norm", (shape.hidden,), "decoder.final_layernorm.weight"))
+        if shape.value_head:
+            weights.append(Weight("head", (1, shape.hidden), HEAD))
+        elif not (shape.tied and first):
+            weights.append(Weight("head", table, EMBEDDING if shape.tied else HEAD, cut=True))
+    return weights
+
+
+def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int]:
+    """Layers of a pipeline stage; with virtual stages those of all its chunks."""
+    chunk = shape.layers // (parallel.pipeline * parallel.virtual_pipeline)
+    starts = range(stage * chunk, shape.layers, parallel.pipeline * chunk)
+    return [layer for start in starts for layer in range(start, start + chunk)]
+
+
+def adapter_weights(weights: Iterable[Weight], lora: LoRAConfig) -> list[Weight]:
+    """A [r, in] and B [out, r] of each weight that gets an adapter, and DoRA's lengths of rows [out]; of whole weights."""
+    found = []
+    for weight in weights if lora.rank else ():
+        if is_target(weight.name.replace("*", "0"), lora.targets):
+            out, width = weight.shape
+            layer = weight.name.removesuffix(".weight") + ADAPTER
+            found.append(replace(weight, shape=(lora.rank, width), name=f"{layer}linear_in.weight"))
+            found.append(replace(weight, shape=(out, lora.rank), name=f"{layer}linear_out.weight"))
+            found += [replace(weight, shape=(out,), name=f"{layer}weight_magnitude")] if lora.kind == "dora" else []
+    return found
+
+
+def rank_weights(
+    shape: Shape,
+    parallel: ParallelConfig,
+    stage: int = 0,
+    *,
+    transformer_engine: bool = True,
+    lora: LoRAConfig | None = None,
+) -> list[Weight]:
+    """Weights that one rank of a pipeline stage holds, adapters included; all ranks of a stage hold equally much."""
+    ends = {"first": stage == 0, "last": stage == parallel.pipeline - 1}
+    whole = end_weights(shape, **ends, tensor=parallel.tensor)
+    for layer in stage_layers(shape, parallel, stage):
+        whole += layer_weights(shape, layer, transformer_engine=transformer_engine)
+    whole += adapter_weights(whole, lora) if lora else []
+    return [weight.on_rank(parallel) for weight in whole]
+
+
+def whole_model(shape: Shape) -> list[Weight]:
+    """Every weight of the model, in order, tied embeddings once."""
+    ends = end_weights(shape, first=True, last=True)
+    return [*ends[:1], *(w for layer in range(shape.layers) for w in layer_weights(shape, layer)), *ends[1:]]
+
+
+def parameter_names(shape: Shape) -> set[str]:
+    """The names of all parameters (`Weight.name`), those of each expert by itself."""
+    return {w.name.replace("*", str(i)) for w in whole_model(shape) for i in range(w.copies)}
+
+
+def linear_weights(shape: Shape, patterns: Sequence[str] = ()) -> set[str]:
+    """As parameter_names: weights of linear layers of attention, MLPs and experts that match a pattern; without any, all."""
+    names = {w.name.replace("*", str(i)) for w in whole_model(shape) if w.is_matrix for i in range(w.copies)}
+    return {name for name in names if not patterns or is_frozen(name, patterns)}
+
+
+def count(weights: Iterable[Weight], *parts: Part) -> int:
+    """How many numbers the weights hold; parts: those of these parts alone."""
+    return sum(w.size for w in weights if not parts or w.part in parts)
+
+
+def model_counts(shape: Shape) -> Counts:
+    """Counts of the whole model, without the rows that pad a vocabulary."""
+    weights = whole_model(shape)
+    total, experts = count(weights), count(weights, "experts")
+    active = total - experts + (experts * shape.topk // shape.experts if experts else 0)
+    return Counts(total, experts, total - experts, count(weights, "embedding", "head"), active)

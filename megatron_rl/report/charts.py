@@ -1,0 +1,486 @@
+"""The report's charts: which metrics share one, under which labels, on which scale."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_rl.metrics.logger import TIMES
+from megatron_rl.report.run_folder import Points
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; a chart without data is left out."""
+
+    title: str
+    note: str
+    series: dict[str, str]
+    """{metric: label}; "a*b" stands for all metrics "a", anything, "b", and the label's * for what * was.
+    Of several runs only the first is shown."""
+    log: bool = False
+    reach: tuple[float, float] | None = None
+    """The value axis covers at least this."""
+    kind: Literal["lines", "points", "areas"] = "lines"
+    """points: lines with a mark at each value, not smoothed; areas: stacked."""
+    unit: str = ""
+
+
+def _layers(title: str, note: str, metric: str, **more) -> Chart:
+    """A metric's mean over the MoE layers, and each layer's own."""
+    room, name = metric.split("/")
+    return Chart(title, note, {metric: "all layers", f"{room}/layer_*/{name}": "layer *"}, **more)
+
+
+def _updates(title: str, note: str, metric: str, **more) -> Chart:
+    """A routing metric's mean over the inner updates of a rollout batch, and each update's own."""
+    return Chart(title, note, {f"routing/{metric}": "all updates", f"routing/update_*/{metric}": "update *"}, **more)
+
+
+# fmt: off
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Curves": (
+        Chart("Evaluation", "held-out prompts: mean reward, best of n, greedy",
+              {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"}, reach=(0, 1), kind="points"),
+        Chart("Evaluation sets", "mean reward at the sampling temperature, by the sets of eval.sets",
+              {"eval/*/score": "*"}, reach=(0, 1), kind="points"),
+        Chart("Evaluation sets, greedy", "mean reward of one response without sampling", {"eval/*/greedy": "*"},
+              reach=(0, 1), kind="points"),
+        Chart("Different right answers", "of an evaluation's n responses to a prompt",
+              {"eval/distinct@*": "of *"}, kind="points"),
+        Chart("Reward", "mean over the step's rollouts", {"reward/mean": "reward"}),
+        Chart("Advantage", "of the step's tokens", {"advantage/mean": "mean", "advantage/std": "deviation"}),
+        Chart("Entropy", "of the policy, nats per token", {"entropy": "entropy"}),
+        Chart("Mismatch", "KL from the engine that samples to the trainer, nats per token",
+              {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"}, log=True),
+        Chart("Clip fraction", "tokens held back by the clip", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)),
+        Chart("Loss", "as it is minimized; of SFT also that of held-out demonstrations",
+              {"loss/policy": "loss", "eval/loss": "held out"}),
+        Chart("Perplexity", "of a token of held-out demonstrations or texts: exp of their loss",
+              {"eval/perplexity": "held out"}, log=True, kind="points"),
+        Chart("Bits per byte", "of held-out demonstrations or texts, whatever the tokenizer",
+              {"eval/bits_per_byte": "held out"}, kind="points"),
+        Chart("KL to the reference", "nats per token",
+              {"kl/reference": "as updates find the policy", "kl/sampled": "of the policy that sampled"}),
+        Chart("Weight of the KL to the reference", "as it is moved to keep algorithm.kl.target", {"kl/coefficient": "weight"}),
+        Chart("Response length", "tokens, mean; of conversations with what they were answered, and what trains",
+              {"response/length": "all tokens", "response/trained": "that train"}),
+        Chart("Stragglers", "share of the responses that were asked for",
+              {"rollout/aborted": "aborted", "rollout/dropped": "dropped"}, reach=(0, 0.1)),
+        Chart("Length of the aborted", "tokens that they had by then, mean", {"rollout/aborted_length": "tokens"}),
+        Chart("Gradient norm", "before clipping", {"update/grad_norm": "norm"}, log=True),
+        Chart("Throughput", "prompt and response tokens per second",
+              {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"}),
+        Chart("GPU utilization", "MFU of the updates: model FLOPs as a share of the bf16 peak", {"throughput/mfu": "MFU"}),
+        Chart("GPU memory", "GB, of the trainer's process that has most",
+              {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"}, unit="GB"),
+        Chart("Where a step's time goes", "seconds",
+              {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
+    ),
+    "Preferences": (
+        Chart("Preference loss", "as it is minimized, and on held-out comparisons",
+              {"preference/loss": "loss", "eval/loss": "held out"}),
+        Chart("Accuracy", "share of the pairs in which the better response has the higher score",
+              {"preference/accuracy": "trained on", "eval/accuracy": "held out"}, reach=(0, 1)),
+        Chart("Scores", "of chosen and rejected responses; of a policy beta x log-ratio to the reference",
+              {"preference/chosen": "chosen", "preference/rejected": "rejected"}),
+        Chart("Margin", "score of the chosen response minus that of the rejected one",
+              {"preference/margin": "trained on", "eval/margin": "held out"}),
+        Chart("Calibration error", "of sigmoid(margin) as the chance to be right",
+              {"preference/calibration_error": "trained on", "eval/calibration_error": "held out"}),
+        Chart("Log-probs", "of whole responses, nats", {
+            "preference/chosen_log_probs": "chosen", "preference/rejected_log_probs": "rejected"}),
+    ),
+    "Conversations": (
+        Chart("Turns and calls", "of a conversation, mean", {"agent/turns": "replies", "agent/calls": "well-formed calls"}),
+        Chart("Malformed calls", "share of all that were tried", {"agent/malformed": "share"}, reach=(0, 0.01)),
+        Chart("Endings", "share of the conversations", {
+            "agent/end_stop": "answer", "agent/end_turns": "turns", "agent/end_tokens": "tokens", "agent/end_time": "time",
+            "agent/end_failure": "a tool's failure"}, reach=(0, 1)),
+        Chart("Time of tools", "seconds of a conversation, mean", {"agent/tool_seconds": "seconds"}, unit="s"),
+    ),
+    "Engine and trainer": (
+        Chart("Mismatch, pruned tokens too", "KL (k3) with tokens that the trainer has pruned, whose log-ratio counts as -20",
+              {"mismatch/kl_capped": "KL"}, log=True),
+        Chart("Mismatch in the safe set", "KL (k3) of the tokens within pruning.rho of the trainer's likeliest, pruned or not",
+              {"mismatch/kl_safe": "KL"}, log=True),
+        Chart("Mismatch by the plain estimate", "mean of the engine's minus the trainer's log-prob (k1), nats per token",
+              {"mismatch/k1": "KL (k1)"}),
+        Chart("Importance ratios", "largest and smallest trainer / engine ratio of a token",
+              {"mismatch/ratio_max": "largest", "mismatch/ratio_p99": "99 % are below", "mismatch/ratio_p01": "1 % are below",
+               "mismatch/ratio_min": "smallest", "corrected/weight_max": "largest weight after correction"}, log=True),
+        Chart("Differences of log-probs", "absolute, trainer's and engine's of a sampled token",
+              {"mismatch/abs_mean": "mean", "mismatch/abs_median": "median", "mismatch/abs_p99": "99 % are below"}, log=True),
+        Chart("Tokens that agree", "share with a ratio between 1/2 and 2", {"mismatch/close": "share"}, reach=(0.99, 1)),
+        Chart("Effective sample size", "of the ratios, as a share of the tokens or of the sequences",
+              {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"}, reach=(0.95, 1)),
+        Chart("Chi-square divergence", "of the trainer from the engine: mean of (ratio - 1)^2",
+              {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"}, log=True),
+        Chart("Perplexity gap", "trainer's minus engine's, of the sampled tokens", {"mismatch/ppl_gap": "gap"}),
+        Chart("Largest log-perplexity gap", "of a response, nats: |mean difference of its tokens' log-probs|",
+              {"mismatch/log_ppl_gap_max": "largest"}, log=True),
+        Chart("Bias of the tail", "engine's minus trainer's log-prob of tokens with p < 0.01; the paper predicts above 0",
+              {"mismatch/tail_bias": "mean"}),
+        Chart("Bias of the tail by its error", "the same in standard errors", {"mismatch/tail_bias_z": "standard errors"}),
+        Chart("Logit error", "e for which 2 e (1 - p) bounds the difference of a token's log-probs",
+              {"mismatch/epsilon_p99": "of 99 % of the tokens", "mismatch/epsilon_p100": "of all"}, log=True),
+        Chart("Out of the update", "share of the tokens",
+              {"corrected/masked": "weight 0", "corrected/vetoed": "by the veto", "corrected/rejected": "by the rejection",
+               "corrected/bounded": "ratio changed by a bound"},
+              reach=(0, 0.01)),
+        Chart("Weights after correction", "mean, and effective sample size as a share of the tokens",
+              {"corrected/weight_mean": "mean", "corrected/weight_ess": "sample size"}, reach=(0.95, 1)),
+        Chart("Tokens that the loss counts", "its denominator, as a share of the update's tokens, or of its responses",
+              {"loss/counted": "share"}, reach=(0.95, 1)),
+        Chart("Left out of the mismatch", "tokens of a step whose log-ratio is no number, as that of a pruned one",
+              {"mismatch/not_finite": "not finite", "pruning/out_of_set": "outside the trainer's set"}),
+        Chart("Pruned vocabulary", "probability outside the safe set: mean, and the largest of a step",
+              {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"}, log=True),
+        Chart("Probability of the safe set", "at the states that were sampled: mean, and the smallest of a step",
+              {"pruning/coverage": "mean", "pruning/coverage_min": "smallest"}),
+        Chart("Bias by pruning", "bounds of what it may cost of the expected reward, by the smallest and by the mean safe set",
+              {"pruning/bias_bound": "smallest", "pruning/bias_mean": "mean"}, log=True),
+        Chart("Drift of the policy", "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
+              {"sync/kl": "KL (k3)"}, log=True),
+        Chart("Sample size under drift", "effective share of the tokens", {"sync/ess": "ESS"}, reach=(0.95, 1)),
+        Chart("Age of the engine's weights", "steps, before a refresh",
+              {"sync/staleness": "steps", "sync/refreshed": "refreshed"}),
+    ),
+    "Routing": (
+        _updates("Routing agreement", "experts in common: replayed route and current router, mean over tokens and layers",
+                 "agreement", reach=(0.98, 1)),
+        _updates("Route KL", "recorded against current router, nats per token and layer", "kl", log=True),
+        Chart("Agreement after the first update", "as above, of the updates before which routers have moved",
+              {"routing/later/agreement": "replayed", "routing/later/agreement_unpredicted": "had nothing been predicted"}),
+        Chart("Route KL after the first update", "as above, of the updates before which routers have moved",
+              {"routing/later/kl": "replayed", "routing/later/kl_unpredicted": "had nothing been predicted"}, log=True),
+        _updates("Predictor loss", "as it is minimized, from the second update on", "predictor_loss", log=True),
+        Chart("Routing staleness", "soft total variation between recorded and current router, 0 to 1",
+              {"routing/staleness": "staleness"}),
+        Chart("Engine agreement", "experts in common: rollout engine and trainer",
+              {"routing/engine_agreement": "share"}, reach=(0.98, 1)),
+        Chart("Experts given up", "of the engine's, for the trainer's own", {"routing/given_up": "share"}),
+        Chart("Tokens without a route", "routed freely instead", {"routing/fallback_tokens": "tokens"}),
+    ),
+    "Experts": (
+        _layers("Router entropy", "of the distribution over experts, nats per token", "routing/entropy"),
+        _layers("Busiest expert", "its tokens, as a multiple of an expert's mean", "routing/load_max"),
+        _layers("Active experts", "share that had a token in an update", "routing/active_experts", reach=(0, 1)),
+        _layers("Overlap of prototypes", "mean |cos| of two experts of a layer", "vp2o/overlap"),
+        _layers("Kernel of inactive neighbors", "mean cos of the prototypes of pairs that repel", "vp2o/inactive_kernel"),
+        _layers("Kernel of neighbors", "mean cos of the prototypes of pairs that attract", "vp2o/neighbor_kernel"),
+        _layers("Attraction", "norm of the experts' mixed gradients, before clipping", "vp2o/attraction", log=True),
+        _layers("Repulsion", "norm of what is added to the experts' gradients, before clipping", "vp2o/repulsion", log=True),
+        Chart("Repulsion dominates", "share of the layers", {"vp2o/repulsion_dominates": "share"}, reach=(0, 1)),
+        _layers("Orthogonality loss", "of the outputs of a token's experts, mean over tokens", "routing/orthogonality"),
+        _layers("Gradient of the orthogonality loss", "at the experts' outputs: its norm over that of all else",
+                "routing/orthogonality_gradient", log=True),
+        _layers("Barycenter shift",
+                "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
+                "vp2o/shift"),
+        Chart("Backtracks", "by the trust region, in a step", {"update/backtracks": "backtracks"}),
+        Chart("Rejected updates", "by the trust region, in a step", {"update/rejected": "rejected"}),
+    ),
+}
+# fmt: on
+
+
+# -- vega ----------------------------------------------------------------------------------------------------------------
+# Charts as Vega-Lite specifications: JSON that the page draws in the browser.
+# Colors are the names of the page's CSS variables, so that light and dark share a specification.
+
+
+Spec = dict[str, Any]
+
+SERIES = ("#2a6fdb", "#e07a12", "#11936a", "#8a56d6", "#cf3f79", "#0f8fa8", "#a98600", "#868b92")
+LIGHT = {"page": "#f6f6f3", "card": "#ffffff", "ink": "#1b1c1e", "soft": "#5d6166", "faint": "#8b9096"}
+LIGHT |= {"line": "#e4e4df", "grid": "#eeeeea", "good": "#0b7a4f", "good-soft": "#e2f3ea"}
+LIGHT |= {"bad": "#b3382c", "bad-soft": "#fbe9e6"} | {f"s{i}": color for i, color in enumerate(SERIES)}
+DARK = {"page": "#131416", "card": "#1c1e21", "ink": "#eceded", "soft": "#a6abb1", "faint": "#7c8187"}
+DARK |= {"line": "#2e3135", "grid": "#26292d", "good": "#58cf9b", "good-soft": "#16352a"}
+DARK |= {"bad": "#f08a7e", "bad-soft": "#3d211d", "s0": "#6aa2f7", "s1": "#f5a04c", "s2": "#41c394", "s3": "#b48ef2"}
+DARK |= {"s4": "#ee77a6", "s5": "#47bfd6", "s6": "#d9ba3f", "s7": "#9a9fa6"}
+
+LABEL = (
+    "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
+    " ? format(datum.value, '.3~e') : format(datum.value, ',')"
+)
+"""All digits that a tick has."""
+CONFIG: Spec = {
+    "background": None,
+    "font": 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif',
+    "view": {"stroke": None},
+    "axis": {"labelColor": "var(--faint)", "labelFontSize": 11, "labelPadding": 6, "title": None, "ticks": False},
+    "axisX": {"grid": False, "domainColor": "var(--line)", "labelOverlap": True},
+    "axisY": {"domain": False, "gridColor": "var(--grid)", "tickCount": 4, "labelExpr": LABEL},
+    "axisQuantitative": {"labelFlush": False},
+    "text": {"fill": "var(--soft)", "fontSize": 11},
+    "title": {"color": "var(--ink)", "fontSize": 12, "fontWeight": 500, "anchor": "start"},
+    "legend": {"labelColor": "var(--ink)", "title": None, "orient": "top", "columns": 4, "labelLimit": 300},
+}
+STEPS = {"field": "step", "type": "quantitative", "axis": {"labelExpr": LABEL, "tickMinStep": 1, "tickCount": 6}}
+STEPS |= {"scale": {"nice": False, "zero": False}}
+SMOOTHED_FROM = 25
+"""Points that a series must have to be shown with its running mean."""
+ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
+MOST_ROWS, MOST_VALUES = 1000, 3000
+"""Most steps of a chart, and most numbers in it; above these, even pieces of the steps are averaged."""
+
+
+def color(index: int) -> str:
+    """Color of a series."""
+    return f"var(--s{index % len(SERIES)})"
+
+
+def shade(position: int, last: int) -> str:
+    """Colors of an ordered row from 1 to last; 0 is their mean's."""
+    share = 100 * (position - 1) / max(last - 1, 1)
+    return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
+
+
+def table(series: Sequence[Points]) -> list[dict[str, float]]:
+    """Rows {"step", "s0", "s1", ...} without what a series lacks; many are averaged over even pieces of the steps."""
+    at: dict[int, dict[str, float]] = {}
+    for i, found in enumerate(series):
+        for step, value in found:
+            at.setdefault(step, {"step": step})[f"s{i}"] = value
+    rows = [at[step] for step in sorted(at)]
+    most = min(MOST_ROWS, max(60, MOST_VALUES // max(len(series), 1)))
+    size = -(-len(rows) // most)
+    pieces = [rows[i : i + size] for i in range(0, len(rows), size)] if rows else []
+    return [
+        {name: piece[-1]["step"] if name == "step" else _mean(piece, name) for name in _names(piece)}
+        for piece in pieces
+    ]
+
+
+def _names(piece: Sequence[Mapping[str, float]]) -> dict[str, None]:
+    return dict.fromkeys(name for row in piece for name in row)
+
+
+def _mean(piece: Sequence[Mapping[str, float]], name: str) -> float:
+    return float(f"{statistics.fmean(row[name] for row in piece if name in row):.6g}")
+
+
+def lines(
+    series: Sequence[Points],
+    colors: Sequence[str],
+    *,
+    log: bool,
+    reach: Sequence[float] | None,
+    marks: bool,
+    apart: bool = False,
+) -> Spec:
+    """Lines over steps with a rule at the step under the mouse; a long series is a thin line with its running mean on it.
+
+    With `marks` each value has one and nothing is smoothed. `apart`: the second line is broad and pale below the first, and
+    those after it are dashed, so that lines which coincide are all seen.
+    """
+    rows, fields = table(series), [f"s{i}" for i in range(len(series))]
+    values = [value for found in series for _, value in found if value > 0 or not log]
+    log = log and bool(values) and max(values) >= 5 * min(values)
+    y: Spec = {"field": "value", "type": "quantitative"}
+    y |= log_axis(min(values), max(values)) if log else {"scale": {"zero": _from_zero(values), "nice": True}}
+    if reach:
+        y["scale"] |= {"domain": [min(*reach, *values), max(*reach, *values)]}
+    above = " && datum.value > 0" if log else ""
+    fold = [{"fold": fields, "as": ["series", "value"]}, {"filter": f"isValid(datum.value){above}"}]
+    paint = {"field": "series", "type": "nominal", "legend": None, "scale": {"domain": fields, "range": list(colors)}}
+    mark = {"type": "line", "strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"}
+    thin = {"strokeWidth": 1, "opacity": 0.32 if len(series) <= 4 else 0.15}
+    if marks:
+        styles: list[Spec] = [{"point": {"size": 36, "filled": True}} for _ in fields]
+        if apart:
+            for style in styles[1:2]:
+                style |= {"strokeWidth": 7, "opacity": 0.4}
+            for style in styles[2:]:
+                style |= {"strokeDash": [3, 5]}
+        only = [[{"filter": f"datum.series == '{field}'"}] for field in fields]
+        layers = [{"mark": mark | style, "transform": one} for style, one in zip(styles, only, strict=True)]
+        layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad one below
+    elif max(map(len, series)) >= SMOOTHED_FROM:
+        half = max(1, round(0.025 * len(rows)))
+        window = {"window": [{"op": "mean", "field": "value", "as": "mean"}], "frame": [-half, half]}
+        window |= {"sort": [{"field": "step"}], "groupby": ["series"]}
+        smooth = {"mark": mark, "transform": [window], "encoding": {"y": y | {"field": "mean"}}}
+        layers = [{"mark": mark | thin}, smooth]
+    else:
+        layers = [{"mark": mark}]
+    shared = {"x": STEPS, "y": y, "color": paint}
+    return _over_steps(rows, fold, [layer | {"encoding": shared | layer.get("encoding", {})} for layer in layers])
+
+
+def log_axis(low: float, high: float) -> Spec:
+    """A log scale with lines at powers of ten, and at their doubles and fives where the range is short."""
+    parts = (1, 2, 5) if high < 300 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [tick for p in powers for m in parts if low <= (tick := float(f"{m}e{p}")) <= high]
+    axis = {"values": ticks[:: math.ceil(len(ticks) / 7) or 1]}
+    return {"scale": {"type": "log", "nice": False, "padding": 10}, "axis": axis}
+
+
+def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
+    """Series on top of each other over steps."""
+    fields = [f"s{i}" for i in range(len(series))]
+    encoding = {
+        "x": STEPS,
+        "y": {"field": "value", "type": "quantitative", "stack": "zero"},
+        "color": {"field": "series", "legend": None, "scale": {"domain": fields, "range": list(colors)}},
+        "order": {"field": "series"},
+    }
+    mark = {"type": "area", "interpolate": "step", "opacity": 0.86}
+    stacked = [{"fold": fields, "as": ["series", "value"]}, {"calculate": "datum.value || 0", "as": "value"}]
+    return _over_steps(table(series), stacked, [{"mark": mark, "encoding": encoding}])
+
+
+def _over_steps(rows: list[dict[str, float]], transform: list[Spec], layers: list[Spec]) -> Spec:
+    near = {"name": "near", "select": {"type": "point", "fields": ["step"], "nearest": True}}
+    near["select"] |= {"on": "pointermove", "clear": "pointerout"}
+    rule = {
+        "mark": {"type": "rule", "color": "var(--faint)", "tooltip": {"content": "data"}},
+        "params": [near],
+        "encoding": {"x": STEPS, "opacity": {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}},
+    }
+    layers = [layer | {"transform": transform + layer.get("transform", [])} for layer in layers]
+    return {"data": {"values": rows}, "layer": [*layers, rule]}
+
+
+def _from_zero(values: Sequence[float]) -> bool:
+    return min(values) <= 0 <= max(values) or 0 < min(values) < 0.4 * max(values)
+
+
+def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
+    """Shares of the numbers of slots, a bar a run on a log axis with its share on it; a share of zero has no bar."""
+    ids = {run: f"s{i}" for i, run in enumerate(colors)}  # a name would be cut into an expression
+    rows = [
+        {"slots": j, "run": run, "series": ids[run], "share": share, "text": short(share)}
+        for run, shares in tails.items()
+        for j, share in enumerate(shares)
+        if share is not None
+    ]
+    low = min([row["share"] for row in rows if row["share"]], default=0.1) / 3
+    scale = {"domain": list(ids.values()), "range": list(colors.values())}
+    paint = {"field": "series", "legend": None, "scale": scale}
+    y: Spec = {"field": "top", "type": "quantitative", **log_axis(low, 1.0)}
+    y["scale"] |= {"domain": [low, 1], "padding": 0}
+    bar = {"mark": "bar", "transform": [{"filter": "datum.share > 0"}]}
+    return {
+        "data": {"values": rows},
+        "transform": [{"calculate": f"max(datum.share, {low})", "as": "top"}],
+        "encoding": {
+            "x": {"field": "slots", "type": "ordinal", "axis": {"labelAngle": 0}},
+            "xOffset": {"field": "series", "sort": list(ids.values())},
+            "y": y,
+            "tooltip": _tip("run", "slots", "share"),
+        },
+        "layer": [
+            bar | {"encoding": {"y2": {"datum": low}, "color": paint}},
+            {"mark": {"type": "text", "dy": -7}, "encoding": {"text": {"field": "text"}}},
+        ],
+    }
+
+
+def _tip(*fields: str) -> list[Spec]:
+    return [{"field": field, "format": ".4~g"} if field in ROUNDED else {"field": field} for field in fields]
+
+
+def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, kl: bool) -> Spec:
+    """A cell for each (layer, update): light is near to the current router, in a KL (log scale) as in an agreement.
+
+    ends: of the color scale, see `heat_ends`.
+    """
+    rows = [
+        {"layer": layer, "update": update, "value": value, "text": cell_text(value, kl=kl)}
+        for (layer, update), value in sorted(values.items())
+    ]
+    layers, updates = (len({row[name] for row in rows}) for name in ("layer", "update"))
+    scale = {"domain": list(ends), "scheme": "viridis", "reverse": kl, "clamp": True, "type": "log" if kl else "linear"}
+    legend = {"orient": "top", "direction": "horizontal", "gradientLength": 160, "gradientThickness": 10}
+    legend |= {"labelColor": "var(--faint)", "values": list(ends), "labelExpr": LABEL}
+    shown = {"field": "shown", "type": "quantitative", "scale": scale, "legend": legend}
+    middle = math.sqrt(ends[0] * ends[1]) if kl else sum(ends) / 2
+    ink = {"condition": {"test": f"datum.shown {'>' if kl else '<'} {middle}", "value": "#fff"}, "value": "#111"}
+    cell = {"mark": {"type": "rect", "stroke": "var(--card)"}, "encoding": {"color": shown}}
+    text = {"mark": {"type": "text", "fontSize": 9}, "encoding": {"text": {"field": "text"}, "color": ink}}
+    return {
+        "data": {"values": rows},
+        "height": 21 * updates,
+        "transform": [{"calculate": f"max(datum.value, {ends[0]})", "as": "shown"}],  # a KL of zero is at the light end
+        "encoding": {
+            "x": {"field": "layer", "type": "ordinal", "axis": {"labelAngle": 0, "labelOverlap": True}},
+            "y": {"field": "update", "type": "ordinal", "axis": {"labelExpr": "datum.label"}},
+            "tooltip": _tip("layer", "update", "value"),
+        },
+        "layer": [cell, text] if layers <= 24 else [cell],
+    }
+
+
+def heat_ends(values: Sequence[float], *, kl: bool) -> tuple[float, float]:
+    """Round ends of a color scale: powers of ten of a KL; of an agreement multiples of 0.05."""
+    if kl:
+        powers = [math.log10(value) for value in values if value > 0] or [-1.0]
+        low = math.floor(min(powers))
+        return 10.0**low, 10.0 ** max(math.ceil(max(powers)), low + 1)
+    low, high = math.floor(min(values) * 20 + 1e-9), math.ceil(max(values) * 20 - 1e-9)
+    return (low if low < high else low - 1) / 20, max(low, high) / 20
+
+
+def cell_text(value: float, *, kl: bool) -> str:
+    """Three digits; an agreement below one never reads as one."""
+    if kl:
+        return short(value)
+    return f"{value:g}" if value in (0, 1) else f"{min(value, 0.999):.3f}".removeprefix("0")
+
+
+def short(value: float) -> str:
+    """0.0123 -> 0.012, 0.000123 -> 1.2e-4."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:.2g}"
+    mantissa, power = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(power)}"
+
+
+def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
+    """|d log p| of sampled tokens by their probability (figure 1 of "Taming the Tail", Li et al.).
+
+    Marks at the mean and the largest of each class, the bound as a dashed line, and a dot at the mean of engine - trainer,
+    filled where it is above 0.
+    """
+    rows = [
+        {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}
+        for below, found in classes.items()
+    ]
+    heights = [row[name] for row in rows for name in ("abs", "abs_max", "bound") if row[name]] or [1.0]
+    low, high = (10.0 ** cut(math.log10(end)) for cut, end in ((math.floor, min(heights)), (math.ceil, max(heights))))
+    axis = log_axis(low, high)
+    axis["scale"] |= {"domain": [low, high], "clamp": True}
+
+    def layer(field: str, index: int, **mark: Any) -> Spec:
+        y = {"field": field, "type": "quantitative", **axis}
+        return {
+            "mark": {"color": color(index), "opacity": 1, **mark},
+            "transform": [{"filter": f"datum.{field} > 0"}],
+            "encoding": {"y": y},
+        }
+
+    dot = layer("size", 2, type="point", size=60)
+    dot["encoding"]["fill"] = {"condition": {"test": "datum.bias > 0", "value": color(2)}, "value": "transparent"}
+    x = {
+        "field": "class",
+        "type": "ordinal",
+        "sort": None,
+        "axis": {"labelAngle": 0, "labelExpr": "split(datum.label, '|')"},
+    }
+    return {
+        "data": {"values": rows},
+        "encoding": {"x": x, "tooltip": _tip("tokens", "abs", "abs_max", "bound", "bias")},
+        "layer": [
+            layer("bound", 1, type="line", strokeDash=[5, 4], strokeWidth=1.5),
+            layer("abs", 0, type="tick", thickness=3, width=28),
+            layer("abs_max", 4, type="tick", thickness=3, width=18),
+            dot,
+        ],
+    }

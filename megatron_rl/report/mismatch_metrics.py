@@ -1,0 +1,144 @@
+"""Mismatch metrics of one step: engine against trainer before and after correction, and what the pruning took away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+
+import torch
+
+from megatron_rl.algorithms.correction import TokenWeights, bias_bound
+from megatron_rl.algorithms.segments import Segments
+from megatron_rl.config import Config
+from megatron_rl.data.packing import Batch
+from megatron_rl.metrics import mismatch
+from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, merge, minimum
+from megatron_rl.metrics.reduce import total as count
+from megatron_rl.trainer.trainer import Update
+
+
+def mismatch_metrics(
+    config: Config, rollout_batch: list[list[Batch]], updates: list[Update], rewards: Mapping[str, float]
+) -> Metrics:
+    """Metrics of this process's micro-batches of a step, after their updates. Context-parallel ranks call it together.
+
+    mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
+    stayed in the update, with the importance weight in the place of the ratio where there is one (correction.mode), and
+    what became of the others. pruning/*: what the safe set leaves out. rewards: weights of the reward's parts.
+    """
+    correction, pruned = config.correction, config.pruning.enabled
+    corrects = correction.mode != "none" or bool(correction.veto) or correction.reject != "none" or pruned
+    seen = chain.from_iterable(update.tokens for update in updates)
+    parts: list[Metrics] = []
+    for whole, tokens in zip(chain.from_iterable(rollout_batch), seen, strict=True):
+        if not tokens:
+            continue
+        batch = _Scored.of(whole, tokens)
+        log_ratios = batch.old_log_probs.double() - batch.rollout_log_probs.double()
+        safe = torch.ones_like(batch.mask) if pruned else batch.safe
+        found = {"mismatch": derived(mismatch.with_law, _measure(batch, batch.mask, log_ratios, safe=safe))}
+        if corrects:
+            weighted = correction.mode != "none"
+            weights = batch.corrected.weights.log() if weighted else log_ratios
+            # Above the token's level every token has its sequence's weight.
+            of_sequences = weighted and correction.level != "token"
+            after = _measure(batch, batch.corrected.weights > 0, weights, of_sequences=of_sequences)
+            found |= {"corrected": derived(mismatch.figures, after)} | _correction_metrics(batch)
+        if pruned:
+            largest = sum(abs(weight) for weight in rewards.values())
+            found |= _pruning_metrics(batch, largest * config.rollout.max_new_tokens)
+        parts.append(found)
+    return merge(parts)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """One micro-batch and what its update said of each token, all [T]; on the host, as a GPU would be waited for many times."""
+
+    mask: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    segments: Segments
+    old_log_probs: torch.Tensor
+    pruned: torch.Tensor
+    corrected: TokenWeights
+    safe: torch.Tensor | None = None
+    """Whether a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
+
+    @classmethod
+    def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
+        host = {name: values.cpu() for name, values in tokens.items()}
+        corrected = TokenWeights(**{f.name: host.pop(f.name) for f in fields(TokenWeights)})
+        segments = replace(batch.segments, ids=batch.segments.ids.cpu())
+        return cls(batch.mask.cpu(), batch["rollout_log_probs"].cpu(), segments, **host, corrected=corrected)
+
+
+def _measure(
+    batch: _Scored,
+    mask: torch.Tensor,
+    log_ratios: torch.Tensor,
+    *,
+    of_sequences: bool = False,
+    safe: torch.Tensor | None = None,
+) -> mismatch.Mismatch:
+    """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
+    finite = mask & log_ratios.isfinite()
+    parts = (torch.where(mask, log_ratios, 0.0), torch.where(finite, log_ratios, 0.0))
+    total, of_finite, tokens, finite_tokens = batch.segments.sums(*parts, mask.double(), finite.double())
+    total = total / tokens.clamp(min=1) if of_sequences else total
+    sequences = total[tokens > 0].tolist() if batch.segments.counts else []
+    means = (of_finite / finite_tokens)[finite_tokens > 0].tolist()
+    engine = batch.rollout_log_probs.double()
+    return mismatch.measure(engine + log_ratios, engine, mask, sequences, safe, means)
+
+
+def _correction_metrics(batch: _Scored) -> Metrics:
+    """What became of tokens and weights.
+
+    corrected/vetoed, rejected, bounded, masked: shares of the tokens that the veto dropped, that the rejection dropped,
+    whose ratio the mode changed, and that have a weight of 0 for whatever reason; corrected/weight_*: of the weights.
+    """
+    corrected, weights = batch.corrected, batch.corrected.weights[batch.mask]
+    tokens, total = len(weights), float(weights.sum())
+    return {
+        "corrected/vetoed": mean(int(corrected.vetoed.sum()), tokens),
+        "corrected/rejected": mean(int(corrected.rejected.sum()), tokens),
+        "corrected/bounded": mean(int(corrected.bounded.sum()), tokens),
+        "corrected/masked": mean(int((weights == 0).sum()), tokens),
+        "corrected/weight_mean": mean(total, tokens),
+        "corrected/weight_max": maximum(float(weights.max()) if tokens else 0.0),
+        "corrected/weight_ess": derived(_sample_size, total, float(weights.square().sum()), tokens),
+    }
+
+
+def _sample_size(total: float, squares: float, tokens: float) -> float:
+    return total**2 / (tokens * squares) if squares else 0.0
+
+
+def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
+    """What the safe set leaves out.
+
+    pruning/coverage: mean probability Z of the safe set, coverage_min its smallest; pruned_mass, pruned_mass_max: what is
+    left of 1; out_of_set: sampled tokens outside the trainer's set.
+
+    pruning/bias_bound: R_max T (1 - Z_min), which bounds how far the expected reward of the pruned policy is from that of
+    the whole one (Li et al., proposition 5.5), with T = rollout.max_new_tokens, the smallest coverage in the states that
+    were sampled, and R_max the sum of the reward weights, as parts lie between 0 and 1; pruning/bias_mean: R_max T mean(1 - Z),
+    its form before the minimum is taken (eq. 26). largest: R_max T.
+    """
+    pruned = batch.pruned[batch.mask].double()  # in the form of 1 - Z, Z in fp32, it would end at 6e-8
+    tokens, total = len(pruned), float(pruned.sum())
+    most = float(pruned.max()) if tokens else 0.0
+    return {
+        "pruning/coverage": mean(tokens - total, tokens),
+        "pruning/coverage_min": minimum(1.0 - most),
+        "pruning/pruned_mass": mean(total, tokens),
+        "pruning/pruned_mass_max": maximum(most),
+        "pruning/out_of_set": count(int((batch.mask & (batch.old_log_probs == -torch.inf)).sum())),
+        "pruning/bias_bound": maximum(bias_bound(largest, 1, 1.0 - most)),
+        "pruning/bias_mean": derived(_bias_mean, total, tokens, largest * tokens),
+    }
+
+
+def _bias_mean(total: float, tokens: float, largest: float) -> float:
+    return bias_bound(largest / max(tokens, 1), 1, 1.0 - total / max(tokens, 1))

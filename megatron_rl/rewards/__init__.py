@@ -1,0 +1,1 @@
+"""Rewards: verifiers, reward models, judges, and the shaping of their numbers."""

@@ -1,0 +1,47 @@
+"""The rewards of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.registry import nearest
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.tasks import Prompt, Task, combine
+
+
+def give_rewards(
+    task: Task, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], trajectories: list[Trajectory]
+) -> list[Trajectory]:
+    """The trajectories with text, reward parts and reward. prompts: those that their group ids count.
+
+    What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored. Parts
+    that come later are 0 here.
+    """
+    now, later = set(task.parts) - set(task.later_parts), dict.fromkeys(task.later_parts, 0.0)
+    for t in trajectories:
+        if not t.turns:
+            t.text = str(tokenizer.decode(t.tokens[t.prompt_length :].tolist(), skip_special_tokens=True))
+    asked = [t for t in trajectories if not t.part and not t.masked and not t.reward_parts.keys() >= now]
+    scored = task.score([prompts[t.group_id] for t in asked], [t.text for t in asked], [t.truncated for t in asked])
+    for t, parts in zip(asked, scored, strict=True):
+        t.reward_parts = parts | t.reward_parts
+    for t in trajectories:
+        t.reward_parts = later | t.reward_parts
+    first = trajectories[0] if trajectories else None
+    for t in trajectories:
+        if t.part and first is not None:  # the sequences of a sample, which follow its first one, have its reward
+            t.reward_parts = first.reward_parts
+        else:
+            first = t
+        if foreign := sorted(t.reward_parts.keys() - set(task.parts)):
+            raise UserError(
+                f"agent: the environment of {t.prompt_id} gives the reward part '{foreign[0]}', which task '{task.name}' does"
+                f" not have{nearest(foreign[0], task.parts)}"
+            )
+        if t.masked:
+            t.reward_parts = dict.fromkeys(task.parts, 0.0)
+        t.reward = combine(t.reward_parts, task.weights)
+    return trajectories

@@ -1,0 +1,140 @@
+"""The batches of the steps to come, which the servers sample while the trainer learns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.metrics.lengths import quantiles
+from megatron_rl.metrics.reduce import Metrics, maximum, mean
+from megatron_rl.rollout.dynamic_sampling import Groups, prompts_to_ask
+from megatron_rl.rollout.engine import Engine, PendingRollout
+from megatron_rl.rollout.run_context import RunContext
+from megatron_rl.tasks import Prompt
+
+
+@dataclass
+class _Batch:
+    step: int
+    count: int
+    position: dict[str, Any]
+    """Of the data stream before its prompts."""
+    prompts: Sequence[Prompt]
+    asked: PendingRollout | None = None
+
+
+class RolloutBuffer:
+    """Batches in the order of their steps, asked for at most rollout.max_staleness steps before they are learned.
+
+    Every process has one and calls it. A checkpoint has the places of the batches that were asked for and not learned, and that
+    of the data stream behind them, so that a run that goes on asks for the same prompts again.
+    """
+
+    def __init__(self, run: RunContext, engine: Engine) -> None:
+        self._run, self._engine = run, engine
+        self._settings = run.config.rollout.dynamic_sampling
+        self._batches: deque[_Batch] = deque()
+        self._groups: Groups | None = None
+        """Of the last step, where groups are filtered."""
+        self._before_rounds: tuple[int, dict[str, Any]] | None = None
+        """A step, and the data stream before prompts take the place of its others."""
+
+    def next(self) -> tuple[Sequence[Prompt], list[Trajectory]]:
+        """Prompts and trajectories of the run's step; those of steps behind it begin before they are waited for.
+
+        Errors: as of `Engine.finish`.
+        """
+        run, config = self._run, self._run.config
+        run.begin_step()
+        while self._batches and self._batches[0].step < run.step:
+            self._batches.popleft()
+        last = min(run.step + config.rollout.max_staleness, config.steps - 1)
+        for step in range(self._batches[-1].step + 1 if self._batches else run.step, last + 1):
+            self._batches.append(self._draw(step, self._count))
+        for batch in self._batches:
+            if batch.asked is None and batch.step <= last:
+                batch.asked = self._engine.begin(batch.prompts, batch.step, wanted=self._wanted)
+        self._before_rounds = run.step, run.stream.state_dict()
+        batch = self._batches[0]
+        assert batch.asked is not None
+        asked, batch.asked = batch.asked, None  # its answers are the trainer's alone
+        trajectories = self._engine.finish(asked)
+        prompts = asked.prompts
+        if self._settings.max_rounds and not config.rollout.load:
+            prompts, trajectories = self._with_spread(prompts, trajectories, run.step)
+        self._engine.record(trajectories, run.step)
+        return prompts, trajectories
+
+    def _with_spread(
+        self, prompts: Sequence[Prompt], trajectories: list[Trajectory], step: int
+    ) -> tuple[Sequence[Prompt], list[Trajectory]]:
+        """A batch of groups with spread: rounds of further prompts take the place of the others (DAPO)."""
+        run, settings = self._run, self._settings
+        self._groups = groups = Groups(run.config.batch.prompts_per_step)
+        while True:
+            judged = [(t.group_id, t.reward) for t in trajectories if not t.masked and not t.part]
+            groups.add(prompts, trajectories, run.gather_from_leaders(judged))
+            if not groups.missing or groups.rounds == settings.max_rounds:
+                return groups.chosen()
+            wanted = prompts_to_ask(groups.missing, settings.over_sampling)
+            asked = self._engine.begin(run.stream.next(self._asked(wanted)), step, round=groups.rounds, wanted=wanted)
+            trajectories, prompts = self._engine.finish(asked), asked.prompts
+
+    def _asked(self, wanted: int) -> int:
+        """Prompts that are asked for so many groups, the first of which are taken."""
+        return prompts_to_ask(wanted, 1.0 + self._run.config.rollout.over_sample_rate)
+
+    @property
+    def _wanted(self) -> int:
+        """Groups of a step's first round."""
+        wanted, settings = self._run.config.batch.prompts_per_step, self._settings
+        return prompts_to_ask(wanted, settings.over_sampling) if settings.max_rounds else wanted
+
+    @property
+    def _count(self) -> int:
+        """Prompts of a step's first round."""
+        return self._asked(self._wanted)
+
+    def _draw(self, step: int, count: int) -> _Batch:
+        return _Batch(step, count, self._run.stream.state_dict(), self._run.stream.next(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Places of the batches that were asked for and not learned, and of the data stream behind them."""
+        run, stream = self._run, self._run.stream.state_dict()
+        waiting = [batch for batch in self._batches if batch.step >= run.step]
+        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # it was given up, and begins anew
+            stream = self._before_rounds[1]
+        return {
+            "stream": stream,
+            "ahead": [{"step": b.step, "count": b.count, "position": b.position} for b in waiting],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw the batches again that an earlier process of the run had asked for; the run's stream is restored already."""
+        run, places = self._run, state.get("ahead", [])
+        if not places:
+            return
+        latest = run.stream.state_dict()
+        run.stream.load_state_dict(places[0]["position"])
+        if any(place["count"] != self._count for place in places):
+            return  # the config has changed: their prompts come in batches of its own size
+        for place in places:
+            run.stream.load_state_dict(place["position"])
+            self._batches.append(self._draw(place["step"], place["count"]))
+        run.stream.load_state_dict(latest)
+
+    def metrics(self) -> Metrics:
+        """What the last step has left out."""
+        if self._groups is None:
+            return {}
+        generated = self._groups.generated
+        return {
+            "rollout/rounds": maximum(self._groups.rounds),
+            "rollout/without_spread": maximum(self._groups.share_without_spread),
+            "rollout/missing": maximum(self._groups.missing),
+            "generated/length": mean(sum(t.response_length for t in generated), len(generated)),
+            "generated/length_quantile": quantiles([t.response_length for t in generated]),
+        }

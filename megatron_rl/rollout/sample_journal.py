@@ -1,0 +1,168 @@
+"""Samples of a step on disk as they finish, so that a run that is ended in a step asks for none of them again.
+
+A file a step and data-parallel rank, in the run's folder `pending/`: records one behind the other, each with its length and
+checksum, so that one that was cut off at its end is whole up to there. A file's name holds a digest of what was asked: what a
+run with other prompts, seeds or settings has left is not read.
+
+A sample is used again if the weights that it was sampled from are of this run, by their digest (`WeightsDigest`): pushed by
+this process, or before the checkpoint from which it goes on, which has their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, check_gates
+from megatron_rl.data.trajectory import Trajectory, load_trajectories, read_trajectories, write_trajectories
+from megatron_rl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+PENDING = "pending"
+"""Folder, in the run's, of the samples of steps that are in no checkpoint yet."""
+
+_HEAD = struct.Struct("<QI")
+"""Length and CRC-32 of the record behind it."""
+Samples = dict[int, list[Trajectory]]
+"""Sequences by the number of their request."""
+
+
+def key_of(asked: Mapping[str, Any]) -> str:
+    """A name for what is asked for; of anything that has a repr which says what it is."""
+    return hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:16]
+
+
+class SampleJournal:
+    """What one process has of a step."""
+
+    def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
+        self._folder, self._stem = folder, f"step_{step:06d}.{key}.rank"
+        self._own = folder / f"{self._stem}{data_rank}"
+        self._lock = threading.Lock()
+
+    def read(self, wanted: Collection[int], pushed: Mapping[str, str]) -> Samples:
+        """Samples of the requests wanted whose weights are of this run, whichever process has written them.
+
+        pushed: digests by version of the run's weights.
+        """
+        found: Samples = {}
+        files = self._folder.iterdir() if self._folder.is_dir() else ()
+        for file in sorted(file for file in files if file.name.startswith(self._stem)):
+            for samples, digests in _records(file):
+                for request, sample in samples.items():
+                    if request in wanted and all(
+                        _same(span.version, digests, pushed) for t in sample for span in t.weight_spans
+                    ):
+                        found[request] = sample
+        return found
+
+    def add(self, samples: Samples, digests: Mapping[str, str]) -> None:
+        """Append samples. digests: by version of the weights."""
+        body = io.BytesIO()
+        trajectories = [t for sample in samples.values() for t in sample]
+        versions = {span.version for t in trajectories for span in t.weight_spans}
+        known = {version: digests[version] for version in versions if version in digests}
+        write_trajectories(
+            body,
+            trajectories,
+            requests=np.asarray([*samples]),
+            counts=np.asarray([len(sample) for sample in samples.values()]),
+            weight_digests=np.frombuffer(json.dumps(known).encode(), np.uint8),
+        )
+        written = body.getvalue()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._lock, open(self._own, "ab", buffering=0) as file:
+            file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
+
+    def mend(self) -> None:
+        """Cut what a process has left of this one's file that is no whole record: nothing behind it would be found."""
+        if self._own.exists():
+            whole = sum(_HEAD.size + size for size, _ in _bodies(self._own))
+            if whole < self._own.stat().st_size:
+                with open(self._own, "r+b") as file:
+                    file.truncate(whole)
+
+
+def delete_journal(folder: Path, before: int) -> None:
+    """Remove the files of the steps before `before`, which are in a checkpoint."""
+    for file in folder.glob("step_*.rank*"):
+        if int(file.name[len("step_") :].partition(".")[0]) < before:
+            file.unlink(missing_ok=True)
+
+
+def _same(version: str, digests: Mapping[str, str], pushed: Mapping[str, str]) -> bool:
+    return bool(digests.get(version)) and digests[version] == pushed.get(version)
+
+
+def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:
+    for _, body in _bodies(file):
+        try:
+            yield _read(body)
+        except Exception as error:  # of any kind: its checksum may fit by chance, or its form be of another release
+            log.warning(f"{file}: a record is damaged ({type(error).__name__}), and what follows is left out")
+            return
+
+
+def _read(body: bytes) -> tuple[Samples, dict[str, str]]:
+    with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+        trajectories = iter(read_trajectories(arrays))
+        counted = zip(arrays["requests"].tolist(), arrays["counts"].tolist(), strict=True)
+        samples = {request: [next(trajectories) for _ in range(count)] for request, count in counted}
+        return samples, json.loads(arrays["weight_digests"].tobytes())
+
+
+def _bodies(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Size and content of each record, up to the first that is not whole."""
+    with open(file, "rb") as opened:
+        left = os.fstat(opened.fileno()).st_size
+        while head := opened.read(_HEAD.size):
+            size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+            left -= len(head) + size
+            # Zeros, as a power cut leaves them, are an empty record whose checksum fits.
+            body = opened.read(size) if size > 0 and left >= 0 else b""
+            if not body or zlib.crc32(body) != checksum:
+                log.warning(f"{file}: its last record was cut off, and is left out")
+                return
+            yield size, body
+
+
+# -- recorded ------------------------------------------------------------------------------------------------------------
+# Recorded trajectories in the place of an engine: read, and refused where they are not of this model or support.
+
+
+def read_recorded(
+    path: Path, support: SamplingSupport, routes: EngineRoutes | None, features: EngineFeatures | None
+) -> list[Trajectory]:
+    """Trajectories of a file; without routes, gates or features that are not asked for, though they were recorded.
+
+    Errors: UserError that names file and trajectory.
+    """
+    trajectories = load_trajectories(path)
+    for number, t in enumerate(trajectories):
+        t.routes = t.routes if routes else None
+        t.gates = t.gates if routes and routes.gates else None
+        t.features = t.features if features else None
+        try:
+            support.check_recorded(t.support)
+            if routes and t.routes is not None:
+                routes.shape.check(t.routes, len(t.tokens) - 1)
+                if routes.gates:
+                    check_gates(t.gates, t.routes)
+            if features and t.features is not None:
+                features.check(t.features, t.response_length)
+        except ValueError as error:
+            raise UserError(f"rollout.load: {path}, trajectory {number}: {error}") from None
+    return trajectories

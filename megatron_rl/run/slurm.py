@@ -1,0 +1,205 @@
+"""`megatron-rl launch slurm`: the batch script of a config, and its submission. What a job does is in common.sh."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.checks.model_folders import overrides_of, with_folders
+from megatron_rl.checks.preflight import check_config
+from megatron_rl.config import Config, job_name
+from megatron_rl.errors import UserError
+from megatron_rl.run.run_lock import make_private
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout, which jobs run in."""
+COMMON = "examples/slurm/common.sh"
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+TIMEOUT_S = 120.0
+"""Longest wait for sbatch."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What SLURM is asked for, and what runs there."""
+
+    name: str
+    config: str
+    """The config's file, as the job reads it."""
+    model: str
+    """Hugging Face folder."""
+    nodes: int
+    gpus_per_node: int = 8
+    """0: of a cluster without GPUs, one process a node."""
+    train_nodes: int | None = None
+    """The others serve; None: half of them."""
+    server_gpus: int = 1
+    time: str = "24:00:00"
+    grace_s: int = 600
+    """Seconds before the time limit at which the trainer is told to save and end."""
+    options: Sequence[str] = ()
+    """More options of sbatch."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """More of common.sh's."""
+    command: str = "train"
+    """train | sft | reward | dpo; only the first has servers."""
+    overrides: Sequence[str] = ()
+    """Of the config."""
+
+    @property
+    def trainers(self) -> int:
+        """Nodes that train."""
+        return self.nodes if self.nodes == 1 or self.command != "train" else self.train_nodes or self.nodes // 2
+
+    @property
+    def processes(self) -> int:
+        """Processes of the trainer."""
+        return self.trainers * max(1, self.gpus_per_node)
+
+    def script(self) -> str:
+        """The batch script."""
+        serving = self.nodes - self.trainers
+        serve = f", {serving} serve" if serving else " and serve" * (self.command == "train")
+        gpus = f" ({self.nodes * self.gpus_per_node} GPUs)" if self.gpus_per_node else ""
+        options = {
+            "job-name": shlex.quote(job_name(self.name)),
+            "nodes": self.nodes,
+            **({"gpus-per-node": self.gpus_per_node} if self.gpus_per_node else {}),
+            "exclusive": None,
+            "time": self.time,
+            "signal": f"B:USR1@{self.grace_s}",
+            "requeue": None,
+            "open-mode": "append",
+            "output": "%x-%j.log",
+        }
+        variables = {"MODEL": self.model, "CONFIG": self.config, "SERVER_GPUS": str(self.server_gpus)}
+        if serving:
+            variables["TRAIN_NODES"] = str(self.trainers)
+        if not self.gpus_per_node:  # SLURM says how many a whole node has
+            variables["GPUS_PER_NODE"] = "1"
+        variables["GRACE_S"] = str(max(1, self.grace_s - min(60, self.grace_s // 4)))
+        if self.command != "train":
+            variables["COMMAND"] = self.command
+        lines = [
+            "#!/usr/bin/env bash",
+            f"# {self.name}: {self.trainers} node{'s' if self.trainers > 1 else ''} train{serve}{gpus}.",
+            f"# Written by megatron-rl launch slurm; {COMMON} says what happens and which variables it reads.",
+            *[f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()],
+            *[f"#SBATCH {option}" for option in self.options],
+            "set -euo pipefail",
+            "",
+            *[f"{name}={shlex.quote(value)}" for name, value in (variables | self.variables).items()],
+            f"# shellcheck source={COMMON}",
+            f'source "$SLURM_SUBMIT_DIR/{COMMON}" || {{',
+            '    echo "submit this from the checkout\'s root" >&2',
+            "    exit 1",
+            "}",
+            " ".join(["run_job", *map(shlex.quote, self.overrides), '"$@"']),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of a time in one of SLURM's forms: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]].
+
+    Errors: UserError.
+    """
+    if not (found := TIME.fullmatch(time)):
+        raise UserError(f"launch: --time {time} is none of SLURM's forms: 90, 24:00:00, 3-00:00:00")
+    days, *parts = found.groups()
+    given = [int(part) for part in parts if part is not None]
+    hours_first = days is not None or len(given) == 3
+    hours, minutes, seconds = ([*given, 0, 0] if hours_first else [0, *given, 0])[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> Job:
+    """The job of a command line (`cli.make_parser`). Errors: UserError for what would only fail on the cluster."""
+    if seconds_of(args.time) < 2 * args.grace:
+        raise UserError(
+            f"launch: --time {args.time} leaves less to train than --grace {args.grace} s to save: make it longer, or --grace"
+            " less"
+        )
+    if args.nodes < 1 or args.gpus_per_node < 0:
+        raise UserError(f"launch: --nodes {args.nodes} --gpus-per-node {args.gpus_per_node}: at least 1 and 0")
+    if args.train_nodes is not None and not (1 <= args.train_nodes < args.nodes or args.nodes == args.train_nodes == 1):
+        raise UserError(f"launch: --train-nodes {args.train_nodes} of --nodes {args.nodes} leaves none to serve")
+    server_gpus = args.server_gpus or config.rollout.server.tensor
+    gpus, serving = max(1, args.gpus_per_node), args.nodes - (args.train_nodes or args.nodes // 2)
+    several = server_gpus // gpus if server_gpus > gpus else 1
+    if max(server_gpus, gpus) % min(server_gpus, gpus) or (args.nodes > 1 and serving % several):
+        raise UserError(
+            f"launch: --server-gpus {server_gpus} does not divide the {gpus} GPUs of a node, nor the {serving} nodes that serve"
+            " into whole servers"
+        )
+    for option in [*filter(None, (args.account, args.partition)), *args.option]:
+        if len(option.splitlines()) > 1:
+            raise UserError(
+                f"launch: option {option!r} has a line break, and would be a command of the script; leave it out"
+            )
+    trainers = args.nodes if args.nodes == 1 or args.run != "train" else args.train_nodes or args.nodes // 2
+    check_config(config, args.run, trainers * gpus)
+    found = with_folders(config, args.run)
+    # The job runs in the checkout; what the config says is meant from here.
+    paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
+    paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    paths |= {f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()}
+    overrides = [*overrides, *overrides_of(config, found)]
+    for key, path in paths.items():
+        if path and (key == "runs_dir" or Path(path).exists()):
+            overrides += [f"--{key}", str(Path(path).resolve())]
+    variables = {"CONTAINER": args.container, "MOUNTS": args.mounts}
+    named = {"account": args.account, "partition": args.partition}
+    return Job(
+        name=config.name,
+        config=str(Path(args.config).resolve()),
+        model=str(Path(found.model.path).resolve()),
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        train_nodes=args.train_nodes,
+        server_gpus=server_gpus,
+        time=args.time,
+        grace_s=args.grace,
+        options=[*[f"--{name}={value}" for name, value in named.items() if value], *args.option],
+        variables={name: value for name, value in variables.items() if value},
+        overrides=overrides,
+        command=args.run,
+    )
+
+
+def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write the script of a config into its run's folder and submit it; with --dry-run, print it alone."""
+    job = job_of(config, args, overrides)
+    if args.dry_run:
+        print(job.script(), end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise UserError("launch: there is no sbatch here: call this where jobs are submitted, or add --dry-run")
+    script = config.run_dir.resolve() / "job.sbatch"
+    make_private(script.parent)
+    script.write_text(job.script())
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(script)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"launch: sbatch did not answer within {TIMEOUT_S:g} s: is the cluster's controller up?"
+        ) from None
+    if done.returncode:
+        raise UserError(f"launch: sbatch: {' '.join(done.stderr.split())} [{script}]")
+    number = done.stdout.split(";")[0].strip()
+    log = f"{job_name(config.name)}-{number}.log"
+    print(f"job {number} from {script}\nfollow it: tail -F {ROOT / log}; its processes' logs: {ROOT / 'logs'}")
+    return 0

@@ -1,0 +1,77 @@
+"""Several trainer processes on this machine: `--nproc N` starts the command again under torchrun. No torch before it does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.servers.orphans import own_folder
+
+
+def needs_torchrun(nproc: int) -> bool:
+    """True where --nproc asks for more processes than this one, and torchrun or srun has not started it."""
+    return nproc > 1 and "RANK" not in os.environ
+
+
+def _pass_on(number: int, _: FrameType | None) -> None:
+    """Tell the processes of --nproc to end: they save, and torchrun, which would kill them 30 seconds later, need not know."""
+    started = psutil.Process().children()
+    if not started:
+        sys.exit(128 + number)
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
+    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have.
+
+    failing: an exit status that is passed on; every other one but 0 is 2.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as run
+
+    at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
+    # Its parser would take our --nproc for an abbreviation of its own option.
+    arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+    os.environ.setdefault(RUN_KEY, secrets.token_hex())
+    # Rank 0's store listens on this machine alone, torchrun's on all of its addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _pass_on)
+    try:
+        # What torchrun unpickles of those that meet lies in a folder of our own, and not behind a port.
+        with own_folder() as own:
+            run(
+                [
+                    "--nnodes=1",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-conf=store_type=file",
+                    f"--rdzv-endpoint={own['TMPDIR']}/rendezvous",
+                    f"--rdzv-id={secrets.token_hex(8)}",
+                    "--local-addr=127.0.0.1",
+                    "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
+                    f"--nproc-per-node={nproc}",
+                    "--no-python",
+                    sys.executable,
+                    "-m",
+                    "megatron_rl.cli",
+                    *arguments,
+                ]
+            )
+    except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
+        if type(error).__name__ == "SignalException":
+            raise KeyboardInterrupt from None
+        if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
+            raise
+        passed_on = isinstance(error, ChildFailedError) and error.get_first_failure()[1].exitcode == failing
+        return failing if failing is not None and passed_on else 2
+    return 0

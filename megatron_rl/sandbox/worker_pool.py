@@ -1,0 +1,190 @@
+"""Processes that call one function with a hard time limit each, for verifiers that may hang or crash on strange text.
+
+The processes are pebble's, made by spawn: a fork of a process with CUDA and gloo threads is not safe. A call that could not
+be made because its process was ended from outside is made again; it has no result of its own that could be counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from queue import LifoQueue
+from typing import Any
+
+import pebble
+
+from megatron_rl.config.registry import resolve
+from megatron_rl.errors import UserError
+
+# -- worker --------------------------------------------------------------------------------------------------------------
+# Inside a worker process of `WorkerPool`: how it starts, and one call.
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call without a result: it took longer than allowed, raised, or ended its process."""
+
+    reason: str
+    timed_out: bool = False
+    fatal: bool = False
+    """The machine's fault: no other response would fare better."""
+
+
+def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> None:
+    """Limits of the process, and its imports, which do not count for the first call."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a busy worker must not outlive a killed trainer
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the group they mean the trainer, which ends its workers
+    limit = memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # what a verifier prints is no output of the trainer
+    try:
+        for name in imports:
+            importlib.import_module(name)
+        resolve("function", target, {}, "data.verifier")
+    except (Exception, SystemExit) as error:
+        print(f"megatron-rl: a verifier process of {target} does not start: {error}", flush=True)
+        os._exit(1)
+
+
+def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    """The function's result, or a Failure where it raises."""
+    try:
+        return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
+    except UserError as error:
+        return Failure(str(error), fatal=True)
+    except TimeoutError as error:
+        return Failure(str(error), timed_out=True)
+    except (Exception, SystemExit) as error:
+        return Failure(f"{type(error).__name__}: {error}"[:500])
+
+
+# -- worker pool ---------------------------------------------------------------------------------------------------------
+
+
+START_TIMEOUT_S = 120.0
+"""Longest wait for a process to start, with its imports."""
+TAKE_TIMEOUT_S = 30.0
+"""Longest wait for a process that has started to take a call, or to be replaced where it was ended."""
+ATTEMPTS = 2
+OWN_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+"""Signals with which a call ends its own process; any other one came from outside."""
+
+pebble.CONSTS.term_timeout = 0  # workers heed no SIGTERM, so that SIGKILL follows at once
+
+
+class WorkerPool:
+    """`size` processes that call `target` ('module:function'); started at the first use, replaced when they time out.
+
+    timeout_s bounds each call; importing the modules `imports` comes before the first and does not count. The children
+    end with their parent, however that ends, and no signal but SIGKILL ends them before.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        imports: Sequence[str] = (),
+        size: int | None = None,
+        memory_mb: int = 4096,
+    ):
+        self.target = target
+        self.timeout_s = timeout_s
+        size = size or min(8, os.cpu_count() or 1)
+        self._settings = (os.getpid(), target, memory_mb, tuple(imports))
+        self._callers = ThreadPoolExecutor(size, thread_name_prefix="verifier")
+        # The kernel ends a worker with the thread that started it, so this one lives as long as the pool.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-start")
+        # A pool for each process, None before it is needed: one that is ended amid a transfer leaves half a message and held
+        # locks behind, which would end or stall the others of its pool.
+        self._idle: LifoQueue[pebble.ProcessPool | None] = LifoQueue()
+        for _ in range(size):
+            self._idle.put(None)
+
+    def map(self, calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None) -> list[Any]:
+        """Results in the order of the argument tuples; a Failure stands where a call timed out, raised or crashed.
+
+        Errors: UserError where workers do not start, or were ended from outside again and again.
+        """
+        return list(self._callers.map(self._call, calls, keywords or [{}] * len(calls)))
+
+    def _call(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        pool, reason = self._idle.get(), ""
+        try:
+            for _ in range(ATTEMPTS):
+                limit_s = TAKE_TIMEOUT_S if pool else START_TIMEOUT_S
+                pool = pool or self._start()
+                try:
+                    future = pool.schedule(call, (self.target, arguments, keywords), timeout=self.timeout_s)
+                    error = self._error(future, limit_s)
+                except (RuntimeError, TimeoutError) as problem:
+                    error = BrokenProcessPool(str(problem) or "no answer after its time limit")
+                else:
+                    if error is None:
+                        return future.result()
+                if isinstance(error, TimeoutError):
+                    return Failure(f"longer than {self.timeout_s:g} s", timed_out=True)
+                if isinstance(error, BrokenProcessPool):
+                    reason = f"its worker processes did not start, or were ended ({error})"
+                elif not isinstance(error, pebble.ProcessExpired):
+                    raise error
+                elif error.exitcode >= 0:
+                    return Failure(f"the worker ended with status {error.exitcode}")
+                elif -error.exitcode in OWN_SIGNALS:
+                    return Failure(f"the worker ended with {signal.Signals(-error.exitcode).name}")
+                else:
+                    reason = f"{signal.Signals(-error.exitcode).name} ended its worker process"
+                pool.stop()
+                threading.Thread(target=pool.join, daemon=True).start()  # its threads may be stuck
+                pool = None
+        finally:
+            self._idle.put(pool)
+        raise UserError(
+            f"data.verifier: {self.target} could not score a response in {ATTEMPTS} tries: {reason}; see the messages above,"
+            " and whether memory is short"
+        )
+
+    def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
+        """What a call raised. Errors: TimeoutError where no process has taken it within limit_s.
+
+        A process that is ended while it takes a call may leave its pool without anybody who would take another one.
+        """
+        try:
+            return future.exception(limit_s)
+        except TimeoutError:
+            if not future.running():
+                raise TimeoutError(f"no process took the call within {limit_s:g} s") from None
+            return future.exception(self.timeout_s + TAKE_TIMEOUT_S)
+
+    def _start(self) -> pebble.ProcessPool:
+        spawn = multiprocessing.get_context("spawn")
+        pool = pebble.ProcessPool(1, initializer=start, initargs=self._settings, context=spawn)
+        self._starter.submit(lambda: pool.active).result()
+        return pool
+
+    def close(self) -> None:
+        """End all workers."""
+        self._callers.shutdown()
+        while not self._idle.empty():
+            if pool := self._idle.get():
+                pool.stop()
+                pool.join()
+        self._starter.shutdown()

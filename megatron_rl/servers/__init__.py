@@ -1,0 +1,1 @@
+"""SGLang's servers: their processes, their HTTP client, and fleets of them."""

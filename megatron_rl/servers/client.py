@@ -1,0 +1,563 @@
+"""HTTP client of one or many SGLang servers: bounded concurrency, timeouts, retries, typed replies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+import uuid
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import batched, chain, cycle, islice
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_rl.config.credentials import WRONG_KEY, bearer
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
+from megatron_rl.data.sequence import RouterFeatures, TopLogProbs
+from megatron_rl.data.trajectory import WeightSpan
+from megatron_rl.errors import UserError
+from megatron_rl.servers.request_slots import RequestSlots
+from megatron_rl.sync.engines import as_own, owner_of
+
+FIRST_PAUSE_S = 0.5
+"""Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
+LONGEST_PAUSE_S = 30.0
+DECODERS = 4
+"""Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
+NO_SIGN = "gives no sign of life"
+NEVER = -1e30
+"""SGLang has its type's least number in the place of minus infinity, where a probability is 0 in fp32."""
+MOST_LOG_PROB = 1e-5
+"""Above 0 by rounding alone: a sum of a vocabulary's probabilities in fp32 is 1 to some 2^-20."""
+MOST_VOCABULARY = 2**31 - 1
+PASSING = (408, 425, 429)
+"""Refusals of a server, or of a proxy before it, that is too busy for now: they are tried again, as a 5xx is."""
+ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
+"""Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
+export.py): SGLang has no field of a request's own that would reach a model."""
+
+
+def with_scheme(address: str) -> str:
+    """http://host:port of an address that may lack the http."""
+    address = address.rstrip("/")
+    return address if "://" in address else f"http://{address}"
+
+
+def server_order(number: int, total: int, servers: int) -> list[int]:
+    """Servers to try, as indices, for request `number` of `total` over all leaders.
+
+    Neighboring requests, so most samples of a prompt, have the same first server, and each server has as many requests as
+    the others, or one more. Those of a server that fails go to all others alike.
+    """
+    first = number * servers // total
+    others = [s for s in range(servers) if s != first]
+    turn = number % len(others) if others else 0
+    return [first, *others[turn:], *others[:turn]]
+
+
+class EngineLost(UserError):
+    """No server answered, after all retries."""
+
+
+class Aborted(Exception):
+    """A call that `SGLangClient.abort` has ended."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        """lengths: tokens that each of its responses had by then."""
+        super().__init__("aborted")
+        self.lengths = lengths
+
+
+@dataclass
+class Reply:
+    """One sampled response, p prompt tokens and m response tokens."""
+
+    tokens: np.ndarray
+    """[m] int32."""
+    fields: dict[str, np.ndarray]
+    """[m] values of each token, by name of `data.sequence.FIELDS`."""
+    finish_reason: str
+    """stop | length | abort."""
+    weight_spans: list[WeightSpan]
+    kept: list[np.ndarray] | None = None
+    """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
+    routes: np.ndarray | None = None
+    """[p + m - 1 - routes_start, moe_layers, topk]."""
+    routes_start: int = 0
+    """Rows that were known already, and did not come."""
+    gates: np.ndarray | None = None
+    """The same of the experts' weights, float32, where the engine sends them."""
+    features: RouterFeatures | None = None
+    top: TopLogProbs | None = None
+    """The likeliest tokens in the place of each, where the request asks for them."""
+    prompt_log_probs: np.ndarray | None = None
+    """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill; with the request's own
+    logprob_start_len s those of s+1..p-1."""
+    text: str = ""
+    """Decoded by the server, empty where it has no tokenizer."""
+
+    def first(self, count: int) -> Reply:
+        """The reply as if it had stopped after `count` tokens, which a rule that looks at these alone may decide."""
+        dropped = len(self.tokens) - count
+        spans = [replace(span, end=min(span.end, count)) for span in self.weight_spans if span.start < count]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            fields={name: values[:count] for name, values in self.fields.items()},
+            finish_reason="stop",
+            weight_spans=spans,
+            kept=self.kept and self.kept[:count],
+            routes=None if self.routes is None else self.routes[: len(self.routes) - dropped],
+            gates=None if self.gates is None else self.gates[: len(self.gates) - dropped],
+            features=self.features and self.features.before(count),
+            top=self.top and TopLogProbs(self.top.token_ids[:count], self.top.log_probs[:count]),
+            text="",
+        )
+
+
+def parse_reply(
+    reply: dict[str, Any],
+    prompt_length: int,
+    routes: EngineRoutes | None,
+    prompt_log_probs: bool,
+    *,
+    routes_start: int = 0,
+    features: EngineFeatures | None = None,
+    kept: bool = False,
+    top_log_probs: int = 0,
+    max_new_tokens: int | None = None,
+    vocabulary: int = MOST_VOCABULARY,
+) -> Reply:
+    """One element of SGLang's answer. vocabulary: the model's tokens; max_new_tokens: that were asked for, where it is known.
+
+    Errors: UserError that names the field that is missing, malformed, or cannot be of such a request.
+    """
+    try:
+        meta = reply["meta_info"]
+        tokens = numbers(reply["output_ids"], "output_ids", "i")
+        # Those of output_token_logprobs are from before the truncation.
+        name = "output_token_sampling_logprobs"
+        log_probs = numbers(meta[name], name) if kept else _firsts(meta, "output_token_logprobs")
+        reason = meta["finish_reason"]
+        ended = reason["type"] if isinstance(reason, dict) else reason
+        versions = meta.get("weight_versions")
+        versions = versions or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        borders = numbers(
+            [border for s in versions for border in (s["start"], s["end"])], "weight_versions", "i"
+        ).tolist()
+        spans = [WeightSpan(str(s["version"]), *pair) for s, pair in zip(versions, batched(borders, 2), strict=True)]
+        sets = _split(meta["output_token_sampling_mask"], vocabulary) if kept else None
+        before = _firsts(meta, "input_token_logprobs", start=1) if prompt_log_probs else None
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise UserError(f"reply of SGLang is not what release 0.5.23 sends ({type(error).__name__}: {error})") from None
+    if ended == "abort" and isinstance(reason, dict) and "status_code" in reason:
+        said = " ".join(str(reason.get("message")).split())[:300]
+        raise UserError(f"SGLang refused a prompt of {prompt_length} tokens: {said}")
+    if ended not in ("stop", "length", "abort"):
+        raise UserError(f"reply of SGLang has the finish_reason {ended!r:.40}, which is none of stop, length and abort")
+    count, most = len(tokens), max_new_tokens
+    if most and not 1 <= count <= most:
+        raise UserError(f"reply of SGLang has {count} tokens (finish_reason: {ended}), of {most} that were asked for")
+    if len(log_probs) != count:
+        raise UserError(f"reply of SGLang has {count} tokens but {len(log_probs)} log-probs")
+    _check_tokens(tokens, vocabulary, "a response")
+    _check_log_probs(log_probs, "a response")
+    _check_spans(spans, count)
+    tokens = tokens.astype(np.int32)
+    fields = {"loss_mask": np.ones(count, bool), "rollout_log_probs": log_probs}
+    text = reply.get("text")
+    parsed = Reply(tokens, fields, ended, spans, kept=sets, text=text if isinstance(text, str) else "")
+    if sets is not None:
+        if len(sets) != count:
+            raise UserError(f"reply of SGLang has {count} tokens but {len(sets)} sets of tokens that it kept")
+        owners = np.repeat(np.arange(count), [len(ids) for ids in sets])
+        among = np.isin(np.arange(count), owners[np.concatenate([*sets, tokens[:0]]) == tokens[owners]])
+        if not among.all():
+            raise UserError(
+                f"SGLang says that token {among.argmin()} of a response is not among those it kept to sample from"
+            )
+    if routes is not None:
+        if meta.get("routed_experts") is None:
+            raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
+        encoded, rows = meta["routed_experts"], prompt_length + count - 1 - routes_start
+        parsed.routes_start = routes_start
+        if routes.gates:
+            parsed.routes, parsed.gates = routes.decode_with_gates(encoded, rows)
+        else:
+            parsed.routes = routes.decode(encoded, rows)
+    if features is not None:
+        entries = meta.get("router_features")
+        if not isinstance(entries, list) or len(entries) != count:
+            raise UserError(
+                f"SGLang returned router_features of {len(entries) if isinstance(entries, list) else 0} tokens for a response"
+                f" of {count}: is it served with route predictors and a feature stride?"
+            )
+        parsed.features = features.decode(entries)
+    if top_log_probs:
+        parsed.top = _top(meta, count, top_log_probs, vocabulary)
+    if before is not None:
+        _check_log_probs(before, "a prompt")
+        parsed.prompt_log_probs = before
+    return parsed
+
+
+def numbers(values: Any, name: str, kinds: str = "if") -> np.ndarray:
+    """[n] numbers of a JSON list: whole ones as int64, others as float32. Errors: ValueError for anything else."""
+    found = np.asarray(values)
+    if not isinstance(values, list) or found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
+        raise ValueError(f"{name}: a list of {'whole ' if kinds == 'i' else ''}numbers is wanted")
+    with np.errstate(over="ignore"):  # to an infinity, which is refused
+        return found.astype(np.int64 if kinds == "i" else np.float32)
+
+
+def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
+    """[n] float32: of each entry, which has a log-prob, a token and a text. Errors: ValueError for anything else."""
+    try:
+        return numbers([entry[0] for entry in meta[name][start:]], name)
+    except (TypeError, LookupError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
+    """Sets of tokens of a JSON list of lists, int32. Errors: as of `numbers`, and UserError for one outside the vocabulary."""
+    flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
+    _check_tokens(flat, vocabulary, "those it kept to sample from")
+    return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary: int, where: str) -> None:
+    wrong = (tokens < 0) | (tokens >= vocabulary)
+    if wrong.any():
+        raise UserError(
+            f"reply of SGLang has token {tokens[wrong.argmax()]} in {where}, outside the model's vocabulary of {vocabulary}:"
+            " does the server have another model?"
+        )
+
+
+def impossible(log_probs: np.ndarray) -> np.ndarray:
+    """Mark what is no log-prob of something sampled: above 0 by more than rounding, minus infinity or no number."""
+    return ~((log_probs > -np.inf) & (log_probs <= MOST_LOG_PROB))
+
+
+def _check_log_probs(log_probs: np.ndarray, where: str) -> None:
+    if (wrong := impossible(log_probs)).any():
+        place = wrong.argmax()
+        raise UserError(
+            f"reply of SGLang has {log_probs.flat[place]:g} as log-prob of token {place} of {where}, which no probability has:"
+            " look at the server's log, its weights and its precision"
+        )
+
+
+def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
+    """Errors: UserError where they are not one behind the other, from the first token to the last."""
+    borders = [(span.start, span.end) for span in spans]
+    ends = [end for _, end in borders]
+    if [start for start, _ in borders] != [0, *ends[:-1]] or sorted({*ends}) != ends or ends[-1] != count:
+        raise UserError(
+            f"reply of SGLang has weight_versions of the tokens {borders!r:.100}, which do not follow each other from 0 to"
+            f" {count}"
+        )
+
+
+def _top(meta: dict[str, Any], tokens: int, k: int, vocabulary: int) -> TopLogProbs:
+    """SGLang's flat form of them. Errors: UserError where they are not of each token and k, or cannot be log-probs."""
+    try:
+        flat = [
+            np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(tokens, k)
+            for name, dtype in (("idx", "<i4"), ("val", "<f4"))
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"reply of SGLang has no {k} log-probs for each of {tokens} tokens ({problem})") from None
+    ids, log_probs = flat
+    never = log_probs <= NEVER
+    ids, log_probs = np.where(never, -1, ids), np.where(never, np.float32(0), log_probs)
+    _check_tokens(ids[~never], vocabulary, "the likeliest ones")
+    _check_log_probs(log_probs, "the likeliest ones")
+    return TopLogProbs(ids, log_probs)
+
+
+class SGLangClient:
+    """`async with SGLangClient(addresses) as client:`; it may be entered again, also under another event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        concurrency: int = 512,
+        timeout_s: float = 600.0,
+        retries: int = 3,
+        lost: Callable[[], bool] = lambda: False,
+        health: tuple[float, float] | None = None,
+        adapter: str | None = None,
+        run: str = "",
+        key: str = "",
+        vocabulary: int = MOST_VOCABULARY,
+    ):
+        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
+
+        health: look at each server after every so many seconds, and wait so many for a sign of life; what one without has not
+        answered is asked of others, at once. adapter: name of that with which servers answer; None: the model as it is.
+        run: id of the run whose weights they have; versions in replies are those of the run, its steps. key: of all servers;
+        empty: they ask for none. vocabulary: size of the model's; a reply with a token outside of it is refused.
+        """
+        if not addresses:
+            raise UserError("no SGLang server: rollout.addresses is empty and none was started")
+        self.addresses = [with_scheme(address) for address in addresses]
+        """May be set while nothing is asked."""
+        self.versions: Set[str] | None = None
+        """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
+        None: all do."""
+        self.pushed: Callable[[], str | None] = lambda: None
+        """Version of the weights that the servers have been sent last, or are being sent; None: it is not known."""
+        self.slots, self.timeout_s, self.retries, self.lost = RequestSlots(concurrency), timeout_s, retries, lost
+        self.step = 0
+        self.aborted = False
+        """True once `abort` was called."""
+        self._run, self._headers = run, bearer(key)
+        self.health, self.vocabulary = health, vocabulary
+        self._of_all = {} if adapter is None else {"lora_path": adapter}
+        """Fields of every request."""
+        self.retried = 0
+        """Retries since the client was made."""
+
+    def copy(self, step: int) -> SGLangClient:
+        """Another client of the same servers, for another event loop; both together keep to the concurrency.
+
+        step: that waits for its answers; its requests go before those of later ones.
+        """
+        another = copy.copy(self)
+        another.step, another.aborted = step, False
+        return another
+
+    async def __aenter__(self) -> SGLangClient:
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+        )
+        self._pool = ThreadPoolExecutor(DECODERS, "decode")
+        self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
+        self._down: dict[str, str] = {}
+        """Servers that are asked last, and why."""
+        self._flying: dict[str, set[asyncio.Task]] = {address: set() for address in self.addresses}
+        """Calls under way."""
+        self._open: dict[str, set[str]] = {address: set() for address in self.addresses}
+        """Ids of their requests, by which a server aborts them."""
+        watched = self.addresses if self.health else []
+        self._watches = [asyncio.create_task(self._watch(address, *self.health)) for address in watched if self.health]
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._session.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    async def call(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: dict[str, Any] | list[dict[str, Any]],
+        *,
+        number: int = 0,
+        total: int = 1,
+        prefixes: Sequence[Sequence[int]] = (),
+        routes: EngineRoutes | None = None,
+        routes_start: int = 0,
+        features: EngineFeatures | None = None,
+        prompt_log_probs: bool = False,
+        top_log_probs: int = 0,
+        options: dict[str, Any] | None = None,
+    ) -> list[Reply]:
+        """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
+
+        sampling: SGLang's sampling_params, of all or one for each prompt; options: other fields of its request. prefixes:
+        prompts that other calls to that server have too; each is computed once. routes_start: rows of the routes of each
+        prompt that are known already and stay away. top_log_probs: how many of the likeliest tokens' log-probs go with each
+        token of the responses. Errors: EngineLost after all retries; UserError for what no retry mends.
+        """
+        body: dict[str, Any] = {
+            "input_ids": [[int(token) for token in prompt] for prompt in prompts],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_routed_experts": routes is not None,
+            "routed_experts_start_len": routes_start,
+            **self._of_all,
+            **(options or {}),
+        }
+        if prompt_log_probs:
+            body.setdefault("logprob_start_len", 0)
+        if top_log_probs:
+            # After the temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, release 0.5.23).
+            body |= {
+                "top_logprobs_num": top_log_probs,
+                "return_flat_raw_output_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+            }
+        asks = "" if features is None else ASKS_FEATURES if features.hidden else ASKS_LOGITS
+        known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
+        known |= {"top_log_probs": top_log_probs, "vocabulary": self.vocabulary}
+        most = [each.get("max_new_tokens") for each in (sampling if isinstance(sampling, list) else [sampling])]
+
+        def decode(answer: bytes) -> list[Reply]:
+            try:
+                parts = json.loads(answer)
+            except (ValueError, RecursionError) as error:
+                raise aiohttp.ClientPayloadError(f"an answer that is not JSON ({error})") from None
+            if not isinstance(parts, list) or len(parts) != len(prompts):
+                raise UserError(f"SGLang answered {len(prompts)} requests with something else")
+            if self.aborted:
+                raise Aborted([len(part.get("output_ids") or ()) for part in parts])
+            return [
+                parse_reply(part, len(prompt), routes, prompt_log_probs, max_new_tokens=asked, **known)
+                for part, prompt, asked in zip(parts, prompts, islice(cycle(most), len(prompts)), strict=True)
+            ]
+
+        async with self.slots.take(len(prompts), self.step):
+            order = server_order(number, total, len(self.addresses))
+            return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode, asks)
+
+    async def _ask(
+        self,
+        body: dict[str, Any],
+        prefixes: Sequence[tuple[int, ...]],
+        order: Sequence[int],
+        decode: Callable[[bytes], list[Reply]],
+        asks: str,
+    ) -> list[Reply]:
+        """The decoded answer of the first server in `order` that gives one. asks: beginning of the requests' ids."""
+        problem, asked = "", set[str]()
+
+        async def ask(address: str) -> list[Reply]:
+            if not self.aborted:
+                await self._compute(address, prefixes)
+            # Of each attempt its own, unless the caller names them: a server may still be at an earlier one.
+            ids = body.get("rid") or [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
+            self._open[address] |= {*ids}
+            try:
+                if self.aborted:
+                    raise Aborted([0] * len(ids))
+                answer = await self._post(f"{address}/generate", body | {"rid": ids})
+            finally:
+                self._open[address] -= {*ids}
+            try:
+                replies = await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
+            except UserError as error:
+                raise UserError(f"{address}: {error}") from None
+            self._check_versions(address, replies)
+            return replies
+
+        for attempt in range(self.retries + 1):
+            left = [self.addresses[index] for index in order if self.addresses[index] not in asked]
+            if not left:
+                asked.clear()
+                left = [self.addresses[index] for index in order]
+            address = next((one for one in left if one not in self._down), left[0])
+            asked.add(address)
+            task = asyncio.create_task(ask(address))
+            self._flying[address].add(task)
+            try:
+                return await task
+            except TimeoutError:
+                problem = f"{address} did not answer within {self.timeout_s:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                problem = (
+                    f"{address}: {' '.join(str(error).split()) or type(error).__name__}"  # aiohttp has several lines
+                )
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if address not in self._down or (current is not None and current.cancelling()):
+                    raise
+                problem = self._down[address]
+            finally:
+                self._flying[address].discard(task)
+            if self.aborted:
+                raise Aborted([0] * len(body["input_ids"]))
+            if self.lost():
+                raise EngineLost(f"SGLang's server died ({problem})")
+            if attempt < self.retries:
+                self.retried += 1
+                await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+        raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
+
+    async def abort(self) -> None:
+        """End all calls under way with `Aborted`, and all that come, once the servers have stopped at them."""
+        self.aborted = True
+        posts = [
+            self._post(f"{address}/abort_request", {"rid": request})
+            for address, requests in self._open.items()
+            for request in requests
+        ]
+        await asyncio.gather(*posts, return_exceptions=True)  # one that does not hear of it is not waited for for ever
+
+    def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
+        """Name versions as the run does.
+
+        Errors: ClientError for weights that this run has not pushed, UserError for those of another run.
+        """
+        for reply in replies:
+            reply.weight_spans = [replace(s, version=as_own(s.version, self._run)) for s in reply.weight_spans]
+        found = {span.version for reply in replies for span in reply.weight_spans}
+        if self.versions is not None and (strange := found - self.versions):
+            if owner_of(version := min(strange)):
+                raise UserError(
+                    f"SGLang at {address} answers with weights {version!r:.80} of another run: give each run servers of its own"
+                )
+            self._down[address] = f"{address} has weights of version {min(strange)!r:.80}: it was started anew"
+            raise aiohttp.ClientError(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
+
+    async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
+        """End the calls to a server that gives no sign of life."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                async with self._session.get(f"{address}/ready", timeout=timeout) as reply:
+                    if reply.status in (200, 503):  # 503: it is paused, as in a push, or not yet warm
+                        if self._down.get(address, "").endswith(NO_SIGN):
+                            del self._down[address]
+                        continue
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                pass
+            self._down.setdefault(address, f"{address} {NO_SIGN}")
+            for task in self._flying[address]:
+                task.cancel()
+
+    async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
+        """Have a server compute prompts that no call has had it compute; wait for those that others have it compute.
+
+        SGLang's own n > 1 shares prefixes too, but waits for one prompt after the other.
+        """
+        new = [p for p in prefixes if (address, p) not in self._prefixes]
+        if new:
+            body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
+            task = asyncio.create_task(self._post(f"{address}/generate", body))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # those who wait may be gone
+            self._prefixes |= {(address, p): task for p in new}
+        try:
+            tasks = {self._prefixes[address, p] for p in prefixes}
+            if tasks:
+                await asyncio.wait(tasks)  # which are not this call's alone: its end is not theirs
+            for task in tasks:
+                task.result()
+        except BaseException:
+            for p in prefixes:  # a later attempt has it computed again
+                self._prefixes.pop((address, p), None)
+            raise
+
+    async def _post(self, url: str, body: dict[str, Any]) -> bytes:
+        """Errors: UserError for a 4xx (the request is wrong, and will be), aiohttp's and TimeoutError for the rest."""
+        async with self._session.post(url, json=body) as reply:
+            if reply.status < 400:
+                return await reply.read()
+            if reply.status in (401, 403):
+                raise UserError(f"SGLang at {url}: {WRONG_KEY.format(setting='rollout.api_key')}")
+            said = " ".join((await reply.text("utf-8", "replace")).split())[:300]
+            if reply.status < 500 and reply.status not in PASSING:
+                raise UserError(f"SGLang refused a request ({reply.status}): {said}")
+            raise aiohttp.ClientError(f"answered {reply.status}: {said}")

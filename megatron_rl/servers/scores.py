@@ -1,0 +1,107 @@
+"""Questions about finished responses to a server beside the rollout's: a reward model's scores, a teacher's log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_rl.config.credentials import WRONG_KEY, bearer, hide
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.servers.client import impossible, numbers
+
+ATTEMPTS, AT_A_TIME = 3, 64
+
+
+def ask_all[T](
+    address: str,
+    path: str,
+    bodies: Sequence[dict[str, Any]],
+    read: Callable[[Any], T],
+    *,
+    timeout_s: float,
+    what: str,
+    key: str = "",
+) -> list[T]:
+    """POST each body to address/path and read its answer (JSON), in the order of the bodies.
+
+    key: of the server. what: who asks for what, and what the server has to be, for the error. Errors: UserError where an
+    answer does not come, or `read` raises LookupError, TypeError, ValueError or OverflowError.
+    """
+
+    async def everything() -> list[T]:
+        room = asyncio.Semaphore(AT_A_TIME)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
+
+            async def one(body: dict[str, Any]) -> T:
+                async with room:
+                    return await _ask(session, f"{address.rstrip('/')}/{path}", body, read, what)
+
+            return list(await asyncio.gather(*map(one, bodies)))
+
+    return asyncio.run(everything())
+
+
+async def _ask[T](
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], read: Callable[[Any], T], what: str
+) -> T:
+    problem = ""
+    for attempt in range(ATTEMPTS):
+        await asyncio.sleep(0.5 * attempt)
+        try:
+            async with session.post(url, json=body) as answer:
+                problem = f"it answers {answer.status}, and no JSON"
+                if answer.status in (401, 403):
+                    problem = WRONG_KEY.format(setting="the api_key beside its address")
+                    break
+                found: Any = await answer.json(content_type=None)
+            problem = f"it answers {answer.status}: {found!r:.200}"
+            if answer.status == 200:
+                return read(found)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = " ".join(f"{type(error).__name__} {error}".split())
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # problem says what it answered
+            continue
+    raise UserError(what.format(url=hide(url), problem=hide(problem)))
+
+
+TEACHER = (
+    "distillation.address: no log-probs from {url}: {problem}; it has to be SGLang's server of the teacher, with room for"
+    " rollout.context_length tokens"
+)
+
+
+def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeout_s: float, key: str = "") -> None:
+    """Set the field teacher_log_probs of each trajectory, as an SGLang server of the teacher has them, at temperature 1.
+
+    Errors: UserError where the server does not answer, or gives no log-probs of these tokens.
+    """
+    bodies = [
+        {
+            "input_ids": t.tokens.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        for t in trajectories
+    ]
+    answers = ask_all(address, "generate", bodies, _input_log_probs, timeout_s=timeout_s, what=TEACHER, key=key)
+    for t, (ids, values) in zip(trajectories, answers, strict=True):
+        if not np.array_equal(ids, t.tokens):
+            raise UserError(TEACHER.format(url=address, problem="it gives log-probs of other tokens"))
+        t["teacher_log_probs"] = values[t.prompt_length :]
+
+
+def _input_log_probs(answer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [n], log-probs [n]) of the tokens asked about; of the first there is none. Errors: ValueError for no log-probs."""
+    entries = answer["meta_info"]["input_token_logprobs"]
+    ids, values = [entry[1] for entry in entries], [entry[0] for entry in entries[1:]]
+    log_probs = numbers(values, "input_token_logprobs")
+    if impossible(log_probs).any():
+        raise ValueError("log-probs that no probability has")
+    return numbers(ids, "input_token_logprobs", "i"), np.asarray([np.nan, *log_probs], np.float32)

@@ -1,0 +1,252 @@
+"""Messages in the OpenAI API's form, as data files and agents bring them: checked, and with calls in one form."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# -- strict json ---------------------------------------------------------------------------------------------------------
+# JSON as its standard (RFC 8259) has it, of texts by a model or a client: what Python's own reader lets pass is refused.
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:40]!r} is there twice")
+        found[name] = value
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number)
+
+
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
+
+def decode(text: str, at: int = 0) -> tuple[Any, int]:
+    """The value that begins at a place of a text, and where what follows it begins; blanks around the value are left out.
+
+    Errors: ValueError for what is no JSON: NaN and Infinity, numbers beyond fp64 (1e999), objects with a key twice, and nests
+    that are too deep.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, _behind_blanks(text, at))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value, _behind_blanks(text, end)
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    return found.end() if found else at
+
+
+def loads(text: str) -> Any:
+    """The value that a text is. Errors: as of `decode`, and ValueError where something follows."""
+    value, end = decode(text)
+    if end < len(text):
+        raise ValueError(f"something follows the JSON: {text[end : end + 20]!r}")
+    return value
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+Message = dict[str, Any]
+"""role, content (text) and, where an assistant calls, tool_calls; where it thinks, reasoning_content; where it does not count,
+weight: 0; a tool's has its name where that is known."""
+Schema = dict[str, Any]
+"""A tool as chat templates and the OpenAI API take it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which published files have what an assistant thinks before it speaks."""
+ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
+"""Other names of roles."""
+HEEDED = {
+    "system": frozenset({"role", "content"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+    "assistant": frozenset({"role", "content", "tool_calls", "function_call", "weight", *THOUGHTS}),
+}
+"""Fields of a message that are heeded, by role; of a role that is not here those of the system."""
+
+
+class Struct(dict):
+    """A nested value of a table (parquet, a data set), which has null in the fields that other rows alone have."""
+
+
+def structs(value: Any) -> Any:
+    """A value of a table with its nested values marked."""
+    if isinstance(value, Mapping):
+        return Struct((key, structs(one)) for key, one in value.items())
+    return [structs(one) for one in value] if isinstance(value, list) else value
+
+
+def written(value: Any, keep: frozenset[str] = frozenset()) -> Any:
+    """A value as its author wrote it: without the nulls that a table has put in. keep: fields whose null is the author's."""
+    if isinstance(value, Struct):
+        return {key: written(one) for key, one in value.items() if one is not None or key in keep}
+    return [written(one) for one in value] if isinstance(value, list) else value
+
+
+def parse_schemas(value: Any) -> list[Schema]:
+    """The schemas of a row's tools; value: a list of them, of texts with one each, or JSON. Errors: ValueError."""
+    found, schemas = [], _json(value, "a list of schemas")
+    if not isinstance(schemas, list):
+        raise ValueError("it is no list of schemas")
+    for number, one in enumerate(schemas, 1):
+        one = written(_json(one, f"{number}"))
+        if isinstance(one, dict) and "function" not in one and isinstance(one.get("name"), str):
+            one = {"type": "function", "function": one}
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{number} is no schema of a function with a name")
+        found.append(one)
+    return found
+
+
+def _json(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON ({error})") from None
+
+
+def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of an element of `tool_calls`. Errors: ValueError saying what is wrong with it.
+
+    schemas: of the tools. Of a table's nulls those are arguments whose tool requires them and takes null.
+    """
+    try:
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+        arguments = loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str):
+            raise TypeError
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+        raise ValueError("a call of tool_calls has a function with a name and arguments that are JSON") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name} are no JSON object")
+    return name, written(arguments, _nullable(schemas, name))
+
+
+def _nullable(schemas: Sequence[Schema], name: str) -> frozenset[str]:
+    """Arguments that a tool requires and that may be null."""
+    functions = [schema["function"] for schema in schemas if schema["function"]["name"] == name]
+    match functions:
+        case [{"parameters": {"properties": dict(fields), "required": list(required)}}, *_]:
+            return frozenset(key for key in required if isinstance(key, str) and _takes_null(fields.get(key)))
+    return frozenset()
+
+
+def _takes_null(schema: Any) -> bool:
+    """True where a JSON schema lets a value be null."""
+    if not isinstance(schema, dict):
+        return False
+    kind, alternatives = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))
+    return (
+        kind == "null"
+        or (isinstance(kind, list) and "null" in kind)
+        or schema.get("nullable") is True
+        or (isinstance(alternatives, list) and any(map(_takes_null, alternatives)))
+    )
+
+
+def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Schema] = ()) -> list[Message]:
+    """The messages with what counts of them. Errors: ValueError saying what is wrong with the first that does not fit.
+
+    strict: nothing of a message is lost: a field that is not heeded is an error, unless it is empty. Otherwise such fields and
+    thoughts are left aside, as of what clients of the API send. schemas: of the tools, as for `parse_call`.
+    """
+    if not isinstance(messages, list):
+        raise ValueError("a list of messages is wanted")
+    found, asked = [], list[tuple[Any, str]]()
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError("a message has a role and content")
+        role = str(ROLES.get(message["role"], message["role"]))
+        message = {key: value for key, value in message.items() if not _absent(value) or key == "content"}
+        if "function_call" in message:  # as the API had it before tools
+            if strict and "tool_calls" in message:
+                raise ValueError("a message has both function_call and tool_calls")
+            message.setdefault("tool_calls", [{"function": message["function_call"]}])
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        if isinstance(content, list) and strict:
+            content = _joined(content, role) if content else None
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls of a message is a list")
+        if not isinstance(content, str) and not (content is None and calls):
+            raise ValueError(f"the content of a message of role {role} is no text")
+        one: Message = {"role": role, "content": content or ""}
+        if calls and (role == "assistant" or not strict):
+            parsed = [parse_call(call, schemas) for call in calls]
+            one["tool_calls"] = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in parsed]
+            asked = [(call.get("id"), name) for call, (name, _) in zip(calls, parsed, strict=True)]
+        if role == "tool" and (name := _answering(message, asked)):
+            one["name"] = name
+        found.append(one | (_more(message, role) if strict else {}))
+    return found
+
+
+def _more(message: Message, role: str) -> Message:
+    """Thoughts and weight of a message. Errors: ValueError for a field that would be lost."""
+    heeded = HEEDED.get(role, HEEDED["system"])
+    if lost := [key for key in message if key not in heeded]:
+        raise ValueError(f"a message of role {role} has '{lost[0]}', which the model would not be shown; leave it out")
+    found: Message = {}
+    thoughts = {key: message[key] for key in THOUGHTS if key in message}
+    for key, thought in thoughts.items():
+        if not isinstance(thought, str):
+            raise ValueError(f"'{key}' of a message is no text")
+        if found.setdefault("reasoning_content", thought) != thought:
+            raise ValueError(f"'{key}' and '{next(iter(thoughts))}' of a message differ")
+    weight = message.get("weight", 1)
+    if not isinstance(weight, bool | int | float) or weight not in (0, 1):
+        raise ValueError(f"the weight of a message is {weight!r:.60}, neither 0 nor 1")
+    return found if weight else {**found, "weight": 0}
+
+
+def _absent(value: Any) -> bool:
+    """True for a field that says nothing: tables and the API's own objects have null in fields that are not used."""
+    if isinstance(value, Mapping):
+        return all(map(_absent, value.values()))
+    return value is None or (isinstance(value, str | list) and not value)
+
+
+def _joined(parts: list[Any], role: str) -> str:
+    """The text of a content in parts. Errors: ValueError for parts that are none."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"the content of a message of role {role} has a part of type {kind!r:.60}: text alone can be given"
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _answering(message: Mapping[str, Any], asked: list[tuple[Any, str]]) -> str | None:
+    """The tool whose result a message is: by the call's id, else in the calls' order.
+
+    asked: id and name of calls that wait for their results; the one that has it is taken out.
+    """
+    wanted = message.get("tool_call_id")
+    for place, (number, name) in enumerate(asked):
+        if wanted is None or number in (None, wanted):
+            del asked[place]
+            return name
+    name = message.get("name")
+    return name if isinstance(name, str) else None

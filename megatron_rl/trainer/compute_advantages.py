@@ -1,0 +1,324 @@
+"""From the rewards of a step's responses to the advantages of their tokens (`algorithm.advantage`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron_rl.algorithms import advantages
+from megatron_rl.config import OF_TOKENS, AlgorithmConfig, Config, DistillationConfig
+from megatron_rl.config.credentials import key_of
+from megatron_rl.config.registry import resolve
+from megatron_rl.data.packing import Batch, Labels
+from megatron_rl.data.trajectory import OVERLONG, Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, minimum
+from megatron_rl.servers.scores import teacher_log_probs
+from megatron_rl.trainer.critic import Critic, everywhere
+from megatron_rl.trainer.trainer import Trainer
+
+SUPERVISED = {"grpo": True, "dr_grpo": False}
+"""Advantages of whole responses to which those of steps are added, and whether these are divided by their deviation."""
+OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)
+"""Advantages that know rewards of steps."""
+
+
+def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The advantages of whole responses, (rewards [N], group ids [N]) -> [N]. Errors: UserError."""
+    if config.advantage == "tilt":
+        return partial(advantages.exponential_tilt, temperature=config.tilt_temperature)
+    return resolve("advantage", config.advantage, advantages.ADVANTAGES, "algorithm.advantage")
+
+
+def _given(trajectory: Trajectory) -> float:
+    """What `Advantages.of_responses` has given to each of its tokens."""
+    return float(trajectory["advantages"][0]) if trajectory.response_length else 0.0
+
+
+def _mean_and_std(count: float, total: float, squares: float) -> dict[str, float]:
+    if not count:
+        return {}
+    average, variance = advantages.mean_and_variance(torch.tensor([count, total, squares], dtype=torch.float64))
+    return {"mean": float(average), "std": math.sqrt(float(variance))}
+
+
+class Advantages:
+    """The advantages of a training run's tokens. Its methods are collective.
+
+    What is said of whole responses is said before they are shared out over the ranks, on the leader that asked for them; what
+    goes from token to token after the passes that it needs.
+    """
+
+    def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
+        """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
+        self._rewards, self._trainer, self._critic = config.rewards, trainer, critic
+        self._bootstraps = config.algorithm.bootstrap_truncated and critic is not None and not config.zero_truncated
+        self._overlong_weight = config.data.rewards.get(OVERLONG, 1.0)
+        self._config = algorithm = config.algorithm
+        self._of_tokens = algorithm.advantage in OF_TOKENS
+        self._shaped = algorithm.entropy_reward > 0 or (
+            algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
+        )
+        """Whether rewards of tokens come to those of responses."""
+        self._process = config.process_rewards
+        self._process_weight = config.data.rewards.get(self._process or "", 1.0)
+        self._timeout_s = config.rewards.timeout_s
+        self._teacher = config.distillation if config.teaches else None
+        self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
+        self._returns: list[Tensor] = []
+        self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
+        self._measured: Metrics = {}
+
+    def of_responses(self, trajectories: list[Trajectory]) -> None:
+        """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
+
+        What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
+        """
+        if self._teacher and self._teacher.address:
+            key = key_of(self._teacher.api_key, "distillation.api_key")
+            self._ask_teacher(self._teacher.address, key, trajectories)
+        judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
+        found = self._seen([self._outcome(t) for t in judged])
+        if self._config.advantage == "reinforce_plus_plus_baseline":
+            found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
+        elif not self._of_tokens and not self._shaped:
+            found = self._over_groups(estimator(self._config), judged, found)
+        mine = iter(found)
+        advantage = 0.0
+        for trajectory in trajectories:
+            if not trajectory.part:
+                if trajectory.masked:
+                    advantage = 0.0
+                else:
+                    advantage = self._penalty(trajectory) if self._goes_on(trajectory) else next(mine)
+            trajectory["advantages"] = advantage
+
+    def _ask_teacher(self, address: str, key: str, trajectories: list[Trajectory]) -> None:
+        """Errors: UserError on all processes, for a server that does not answer."""
+        asked = [t for t in trajectories if not t.masked]
+        ranks = self._trainer.ranks
+        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s, key=key), patient=True)
+
+    def _goes_on(self, trajectory: Trajectory) -> bool:
+        """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""
+        return self._bootstraps and trajectory.truncated
+
+    def _penalty(self, trajectory: Trajectory) -> float:
+        """The part of the reward that is about the length alone."""
+        return self._overlong_weight * trajectory.reward_parts.get(OVERLONG, 0.0)
+
+    def _outcome(self, trajectory: Trajectory) -> float:
+        """The reward of the whole, without what is paid at the ends of its steps."""
+        if self._process is None:
+            return trajectory.reward
+        return trajectory.reward - self._process_weight * trajectory.reward_parts[self._process]
+
+    def _seen(self, rewards: list[float]) -> list[float]:
+        """Rewards as advantages see them: within a limit, and of mean 0 and deviation 1 over the step, where that is wanted."""
+        values = torch.tensor(rewards, dtype=torch.float64)
+        if self._rewards.clip is not None:
+            values = values.clamp(-self._rewards.clip, self._rewards.clip)
+        if self._rewards.whiten:
+            (values,) = self._whitened([values], [torch.ones_like(values, dtype=torch.bool)])
+        return values.tolist()
+
+    def _over_groups(
+        self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
+    ) -> list[float]:
+        """The estimator's answers for this leader's rewards, among those of all leaders."""
+        ranks = self._trainer.ranks
+        mine = [(t.group_id, reward) for t, reward in zip(judged, rewards, strict=True)]
+        parts = ranks.gather_from_leaders(mine)
+        groups = torch.tensor([group for part in parts for group, _ in part])
+        everyones = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
+        first = sum(len(part) for part in parts[: ranks.data_rank])
+        return estimate(everyones, groups).tolist()[first : first + len(mine)]
+
+    def of_tokens(
+        self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
+    ) -> None:
+        """Set the advantages of each update's batches, where more is made of them than those of whole responses.
+
+        rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
+        """
+        labels = [Labels(trajectories) for trajectories in rollout]
+        made = self._of_tokens or self._shaped or self._whitens or self._teacher or self._process
+        if not (made or self._config.advantage_clip):
+            self._measured = self._measure([of_update.of("advantages") for of_update in labels], labels)
+            return
+        shaping = [
+            self._shaping(of_update, batches, kl_coefficient)
+            for of_update, batches in zip(labels, rollout_batch, strict=True)
+        ]
+        if self._of_tokens:
+            found = self._along_tokens(rollout, labels, shaping)
+        else:
+            found = self._along_responses(rollout, labels, shaping)
+            if self._process:
+                found = [a + b for a, b in zip(found, self._along_steps(rollout), strict=True)]
+        if self._whitens:
+            found = self._whitened(found, [of_update.of("loss_mask") for of_update in labels])
+        if self._teacher:
+            found = [
+                self._teacher.task_coefficient * values + self._taught(self._teacher, of_update, batches)
+                for values, of_update, batches in zip(found, labels, rollout_batch, strict=True)
+            ]
+        self._measured = self._measure(found, labels)
+        for of_update, batches, values in zip(labels, rollout_batch, found, strict=True):
+            of_update.give(batches, "advantages", values.clamp(-self._limit, self._limit))
+
+    def update_critic(self, index: int) -> None:
+        """One update of the critic, by the returns of update `index`."""
+        if self._critic is not None:
+            self._critic.update(index, self._returns[index])
+
+    def metrics(self) -> Metrics:
+        """Metrics of the advantages that this step learned from, and of its updates of the critic."""
+        return self._measured | (self._critic.metrics() if self._critic else {})
+
+    def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
+        """advantage/*: as they are learned from, of all tokens of the step that count. found: before the limit."""
+        if not self._trainer.ranks.is_leader:  # whose sequences the other processes of the copy have too
+            return {}
+        mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()
+        whole = torch.cat(found)
+        values = whole.clamp(-self._limit, self._limit)
+        count, total, squares = advantages.moments(values, mask).tolist()
+        measured = {"advantage": derived(_mean_and_std, count, total, squares)}
+        if count:
+            inside = values[mask]
+            measured |= {"advantage/min": minimum(float(inside.min())), "advantage/max": maximum(float(inside.max()))}
+        if self._config.advantage_clip is not None:
+            measured["advantage/clipped"] = mean(int((mask & (values != whole)).sum()), count)
+        return measured
+
+    def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
+        """[L] rewards of the tokens themselves: minus their KL to the reference, for their improbability, and of steps."""
+        if not self._shaped:
+            return self._of_steps(labels)
+        old = everywhere(self._trainer, labels, batches, "old_log_probs")
+        rewards = -self._config.entropy_reward * old
+        if self._config.kl.placement == "reward" and kl_coefficient:
+            rewards -= kl_coefficient * (old - everywhere(self._trainer, labels, batches, "reference_log_probs"))
+        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        return torch.where(counts, rewards, 0.0) + self._of_steps(labels)
+
+    def _of_steps(self, labels: Labels) -> Tensor:
+        """[L] rewards of the tokens with which steps end, where advantages go from token to token."""
+        if not (self._process and self._of_tokens):
+            return torch.zeros(labels.count)
+        return self._process_weight * labels.of("step_scores").nan_to_num(nan=0.0)
+
+    def _along_steps(self, rollout: Sequence[list[Trajectory]]) -> list[Tensor]:
+        """[L] what the steps of each update's responses, among all of their groups, add to the advantages of tokens."""
+        trajectories = [t for of_update in rollout for t in of_update]
+        ends = [np.flatnonzero(~np.isnan(t["step_scores"])) for t in trajectories]
+        mine = [(t.group_id, t["step_scores"][places].tolist()) for t, places in zip(trajectories, ends, strict=True)]
+        parts = self._trainer.ranks.gather_from_leaders(mine)
+        scores = [torch.tensor(steps, dtype=torch.float32) for part in parts for _, steps in part]
+        groups = torch.tensor([group for part in parts for group, _ in part])
+        padded = pad_sequence(scores, batch_first=True)
+        mask = torch.arange(padded.shape[1]) < torch.tensor([[len(steps)] for steps in scores])
+        found = advantages.process_supervision(padded, mask, groups, normalize=SUPERVISED[self._config.advantage])
+        first = sum(len(part) for part in parts[: self._trainer.ranks.data_rank])
+        own = torch.cat([self._process_weight * found, found.new_zeros(len(found), 1)], 1)[first : first + len(mine)]
+        values = []
+        for t, places, of_steps in zip(trajectories, ends, own, strict=True):
+            # The first step that ends with the token or behind it; of what was cut off there is none.
+            step = np.searchsorted(places, np.arange(t.response_length))
+            step[step == len(places)] = -1
+            values.append(of_steps[torch.from_numpy(step)])
+        following = iter(values)
+        return [torch.cat([torch.zeros(0), *islice(following, len(of_update))]) for of_update in rollout]
+
+    def _taught(self, settings: DistillationConfig, labels: Labels, batches: list[Batch]) -> Tensor:
+        """[L] what the teacher adds to the advantage of each token: by how much likelier it finds the token than the policy."""
+        if settings.placement == "loss":
+            return torch.zeros(labels.count)
+        old = everywhere(self._trainer, labels, batches, "old_log_probs")
+        told = settings.address is not None
+        teacher = (
+            labels.of("teacher_log_probs") if told else everywhere(self._trainer, labels, batches, "teacher_log_probs")
+        )
+        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        return torch.where(counts, advantages.distillation(old, teacher, settings.coefficient), 0.0)
+
+    def _along_tokens(
+        self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
+    ) -> list[Tensor]:
+        """[L] generalized advantages of each update; without a critic its values are 0, and lambda is 1: rewards to come."""
+        scored = self._critic.score(rollout) if self._critic else [None] * len(rollout)
+        found, self._returns = [], []
+        for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
+            mask = of_update.rows(of_update.of("loss_mask"))
+            final = torch.tensor([_given(t) for t in trajectories])
+            rewards = advantages.token_rewards(final, mask, kl=-of_update.rows(of_tokens), kl_coefficient=1.0)
+            goes_on = torch.tensor([float(self._goes_on(t)) for t in trajectories])
+            before = torch.zeros_like(rewards) if values is None else of_update.rows(values.before)
+            advantage, returns = advantages.generalized(
+                rewards,
+                before,
+                mask,
+                gamma=self._config.gamma,
+                lam=1.0 if values is None else self._config.lam,
+                bootstrap=None if values is None else goes_on * values.last,
+            )
+            found.append(of_update.flat(advantage))
+            self._returns.append(of_update.flat(returns))
+        return found
+
+    def _along_responses(
+        self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
+    ) -> list[Tensor]:
+        """[L] of whole responses, whose tokens' rewards are added up."""
+        if not self._shaped:
+            return [of_update.of("advantages") for of_update in labels]
+        trajectories = [t for of_update in rollout for t in of_update]
+        self._trainer.ranks.all_do(lambda: self._check_whole(trajectories))
+        sums = torch.cat(
+            [of_update.rows(of_tokens).sum(1) for of_update, of_tokens in zip(labels, shaping, strict=True)]
+        )
+        judged = [
+            (t, _given(t) + of_tokens) for t, of_tokens in zip(trajectories, sums.tolist(), strict=True) if not t.masked
+        ]
+        mine = iter(
+            self._over_groups(estimator(self._config), [t for t, _ in judged], [reward for _, reward in judged])
+        )
+        found = []
+        for of_update, each in zip(labels, rollout, strict=True):
+            numbers = torch.tensor([0.0 if t.masked else next(mine) for t in each])
+            found.append(numbers.repeat_interleave(of_update.lengths))
+        return found
+
+    def _check_whole(self, trajectories: list[Trajectory]) -> None:
+        """Errors: UserError for a response of several sequences, whose tokens' rewards no process may have together."""
+        if parts := [t for t in trajectories if t.part]:
+            kl = self._config.kl.placement == "reward" and self._config.kl.coefficient > 0
+            key, remedy = (
+                ("kl.placement = reward", "placement: loss")
+                if kl
+                else ("entropy_reward", "entropy_coefficient instead")
+            )
+            raise UserError(
+                f"config: algorithm.{key} with algorithm.advantage = {self._config.advantage}: a response of prompt"
+                f" {parts[0].prompt_id} is several sequences; set {remedy}, or advantage: reinforce_plus_plus"
+            )
+
+    def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        """Mean 0 and deviation 1 over the tokens of all ranks and updates that count."""
+        values, mask = torch.cat(found), torch.cat(masks)
+        count, total, _ = self._everyones(advantages.moments(values, mask))
+        shift = total / count.clamp(min=1)
+        moments = self._everyones(advantages.moments(values, mask, shift=shift))
+        whitened = advantages.whiten(values, moments, shift=shift)
+        return list(torch.where(mask, whitened, 0.0).split([len(part) for part in found]))
+
+    def _everyones(self, mine: Tensor) -> Tensor:
+        return torch.stack(self._trainer.ranks.gather_from_leaders(mine)).sum(0)

@@ -1,0 +1,95 @@
+"""Verifiable instructions (IFEval, arXiv:2311.07911; IFBench, arXiv:2507.02833): the verifier `instructions`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.verifiers.stated_answer import behind_thinking
+
+Instruction = tuple[str, dict[str, Any]]
+"""Its name, such as keywords:existence, and its arguments."""
+PARTS = ("correct", "followed", "correct_loose", "followed_loose", "content")
+WORDS, SHARED = 20, 2
+"""Different words of a response, and of these in the prompt, with which it has all of the part content."""
+
+
+def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
+    """correct: all instructions are followed; followed: the share that is; and both as the benchmarks' loose criterion has it.
+
+    content: how much a response says beside the form (`content_of`), which the benchmarks do not look at. answer: in a form of
+    `listed`. It runs inside a worker. Errors: UserError where an instruction cannot be checked here.
+    """
+    from megatron_rl.verifiers.instruction_checkers import follow, lacking
+
+    wanted = listed(answer)
+    if problem := next(filter(None, (lacking(name) for name, _ in wanted)), ""):
+        raise UserError(f"data: {problem}")
+    found = [follow(response, name, arguments) for name, arguments in wanted]
+    strict, loose = zip(*found, strict=True)
+    shares = [sum(strict) / len(found), sum(loose) / len(found)]
+    values = (float(all(strict)), shares[0], float(all(loose)), shares[1], content_of(response, prompt))
+    return dict(zip(PARTS, values, strict=True))
+
+
+def content_of(response: str, prompt: str) -> float:
+    """How much a response says, from 0 to 1: half of it for its different words, half for those that it shares with the prompt.
+
+    An empty form has next to none, whatever the form. In scripts without blanks each letter is a word.
+    """
+    own, asked = (_words(text) for text in (behind_thinking(response), prompt))
+    long = {word for word in asked if len(word) > 3}
+    shared = min(1.0, len(own & long) / min(SHARED, len(long))) if long else 1.0
+    said = min(1.0, len(own) / WORDS)
+    return 0.5 * said + 0.5 * said * shared
+
+
+def _words(text: str) -> set[str]:
+    found = set(re.findall(r"[^\W\d_]+", text.casefold()))
+    without_blanks = {word for word in found if any(sign >= "\u0e00" and not word.isascii() for sign in word)}
+    return {word for word in found - without_blanks if len(word) > 1} | {
+        sign for word in without_blanks for sign in word
+    }
+
+
+def listed(value: Any) -> list[Instruction]:
+    """The instructions that a row names.
+
+    value: {instruction_id_list: [...], kwargs: [{...}, ...]} as in IFEval and IFBench, or {instruction_id, kwargs} in a list
+    of one, mostly as text, as in IF_multi_constraints_upto5. Arguments without a value are left out.
+
+    Errors: ValueError saying what is wrong with it.
+    """
+    value = read(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = read(value[0])
+    if not isinstance(value, Mapping):
+        raise ValueError("instructions are instruction_id_list and kwargs")
+    names = read(value.get("instruction_id_list", value.get("instruction_id")))
+    arguments = read(value.get("kwargs"))
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("instruction_id_list is no list of names")
+    if not isinstance(arguments, list) or len(arguments) != len(names):
+        raise ValueError("kwargs is no list with one element for each instruction")
+    found = []
+    for name, given in zip(names, arguments, strict=True):
+        given = read(given) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"the kwargs of {name} are no object")
+        found.append((name, {key: value for key, value in given.items() if value is not None}))
+    return found
+
+
+def read(value: Any) -> Any:
+    """What a text says in JSON or as a literal of Python's; anything else as it is. Errors: ValueError."""
+    if not isinstance(value, str):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return parse(value)
+    raise ValueError(f"{value!r:.60} is neither JSON nor a literal of Python's")

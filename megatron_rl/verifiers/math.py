@@ -1,0 +1,314 @@
+"""The verifier `math`: is the final answer of a response the expected one?
+
+A number has to be given as a number, an expression as one in which nothing is left to compute, in the form that the question
+asks for, words as they are. What has more to it is no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from sympy import Add, Expr, Integer, Mul, Pow, Rational, Symbol, preorder_traversal
+from sympy.core.relational import Relational
+
+from megatron_rl.verifiers import numbers
+from megatron_rl.verifiers.math_answer import (
+    clean,
+    has_letters,
+    is_denied,
+    is_name,
+    pieces,
+    sides,
+    stated_formulas,
+    stated_number,
+    unwrap,
+)
+from megatron_rl.verifiers.numbers import Number, read_number
+from megatron_rl.verifiers.stated_answer import statements
+
+# -- asked form ----------------------------------------------------------------------------------------------------------
+# The form that a question asks for: an answer of the right value in another one is the question said again.
+
+
+_SIMPLE = re.compile(r"simpl|reduc|lowest terms|collect|combine", re.IGNORECASE)
+_RATIONAL = re.compile(rf"rationaliz|{_SIMPLE.pattern}", re.IGNORECASE)
+_FRACTION = re.compile(
+    r"lowest terms|common fraction|reduced fraction|reduce the fraction|as a fraction|simplest form", re.IGNORECASE
+)
+_FACTOR = re.compile(r"\bfactor(?!ial)", re.IGNORECASE)
+_EXPAND = re.compile(r"\bexpand|\bmultiply out", re.IGNORECASE)
+_SOLVE = re.compile(r"\bsolve|\bisolate|in terms of", re.IGNORECASE)
+_DERIVE = re.compile(
+    r"derivative|differentiate|integral|integrate|\\frac\{d\}|\\int|evaluate|compute|calculate|what is|find",
+    re.IGNORECASE,
+)
+
+
+def squeeze(text: str) -> str:
+    """The text in one notation, to look for an expression in it."""
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"\\times|\\cdot", "*", text).replace(r"\div", "/")
+    return re.sub(r"\\(?:[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)
+
+
+def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
+    """Tell whether a number is written as the prompt asks for, by its words, and is not the one that the prompt has written."""
+    prompt = squeeze_spaces(prompt)
+    if number.fraction and (_SIMPLE.search(prompt) or _FRACTION.search(prompt)) and not number.reduced:
+        return False
+    if gold.fraction and not number.fraction and _FRACTION.search(prompt):
+        return False
+    if re.search(r"as a decimal|in decimal", prompt) and gold.decimals is not None and number.decimals is None:
+        return False
+    if "mixed number" in prompt and number.mixed != gold.mixed:
+        return False
+    if "scientific notation" in prompt and number.mantissa != gold.mantissa:
+        return False
+    squeezed = squeeze(prompt)
+    if number.fraction and not gold.fraction and "/".join(map(str, number.fraction)) in squeezed:
+        return False
+    return not (number.scientific and not gold.scientific and re.search(r"10\^|\de\d", squeezed))
+
+
+def squeeze_spaces(text: str) -> str:
+    """The text with one blank in the place of each run of white space."""
+    return re.sub(r"\s+", " ", text)
+
+
+def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str) -> bool:
+    """Tell whether an expression has the form that the prompt asks for, and is not what the prompt has written.
+
+    expression, gold: as they were parsed, with nothing computed; shown, expected: their texts.
+    """
+    ours, theirs, asked = (squeeze(text) for text in (shown, expected, prompt))
+    if len(ours) > 2 and re.search(r"\W", ours.strip("-+()")) and ours in asked and ours != theirs:
+        return False
+    if _SOLVE.search(prompt) and _is_solved(gold) and isinstance(expression, Relational):
+        return _is_solved(expression)
+    if not isinstance(expression, Expr) or not isinstance(gold, Expr):
+        return True
+    if _FACTOR.search(prompt):
+        return _factors(expression) == _factors(gold) if not gold.free_symbols else _degree(expression) >= _degree(gold)
+    if _EXPAND.search(prompt):
+        return not any(_has_brackets(node) for node in preorder_traversal(expression)) and _is_collected(expression)
+    if _RATIONAL.search(prompt) and _has_root_below(expression) and not _has_root_below(gold):
+        return False
+    if _SIMPLE.search(prompt):
+        return _is_collected(expression) and _size(expression) <= _size(gold)
+    return _size(expression) <= 2 * _size(gold) + 4 or not _DERIVE.search(prompt)
+
+
+def _factors(product: Any) -> list[str]:
+    """The factors of a product of numbers with their exponents, 1 and -1 left out."""
+    found = []
+    for factor in Mul.make_args(product):
+        base, exponent = factor.as_base_exp() if isinstance(factor, Pow) else (factor, 1)
+        found += (
+            [str(base)] * int(exponent)
+            if getattr(exponent, "is_Integer", True) and 0 < exponent < 200
+            else [str(factor)]
+        )
+    return sorted(factor for factor in found if factor not in ("1", "-1"))
+
+
+def _degree(product: Any) -> int:
+    """The number of factors with letters, each as often as its exponent says; 0 where one is no polynomial."""
+    count = 0
+    for factor in Mul.make_args(product):
+        base, exponent = factor.args if isinstance(factor, Pow) else (factor, Integer(1))
+        if not base.free_symbols:
+            continue
+        if not (exponent.is_Integer and exponent >= 0 and base.is_polynomial(*base.free_symbols)):
+            return 0
+        count += int(exponent)
+    return count
+
+
+def _has_brackets(node: Any) -> bool:
+    """Tell whether a sum is multiplied there, or raised to a power."""
+    if isinstance(node, Mul):
+        return sum(isinstance(factor, Add) for factor in node.args) > 0 and len([f for f in node.args if f != -1]) > 1
+    return isinstance(node, Pow) and isinstance(node.base, Add) and node.exp.is_Integer and node.exp > 1
+
+
+def _is_collected(expression: Any) -> bool:
+    """Tell whether no two terms or factors could be one, and no square is under a root."""
+    for node in preorder_traversal(expression):
+        if isinstance(node, Add):
+            parts = [term.doit().as_coeff_Mul()[1] for term in node.args]
+        elif isinstance(node, Mul):
+            parts = [factor.as_base_exp()[0] for factor in node.args if factor.free_symbols]
+        else:
+            if (
+                isinstance(node, Pow)
+                and node.base.is_Integer
+                and node.exp.is_Number
+                and not node.exp.is_Integer
+                and Pow(node.base, Rational(str(node.exp))) != node
+            ):
+                return False
+            continue
+        if len({*parts}) < len(parts):
+            return False
+    return True
+
+
+def _is_solved(relation: Any) -> bool:
+    """Tell whether one side of a relation is a letter that the other one has not."""
+    if not isinstance(relation, Relational):
+        return False
+    left, right = relation.lhs, relation.rhs
+    return any(isinstance(a, Symbol) and a not in b.free_symbols for a, b in ((left, right), (right, left)))
+
+
+def _has_root_below(expression: Any) -> bool:
+    """Tell whether a root of a number is in a denominator."""
+    return any(
+        isinstance(node, Pow)
+        and node.exp.is_negative
+        and not node.free_symbols
+        and any(isinstance(n, Pow) and n.exp.is_Integer is False for n in preorder_traversal(node))
+        for node in preorder_traversal(expression)
+    )
+
+
+def _size(expression: Any) -> int:
+    """Numbers and letters of an expression; -1 as a factor or an exponent is a sign."""
+    return sum(not node.args and node != -1 for node in preorder_traversal(expression))
+
+
+# -- math verifier -------------------------------------------------------------------------------------------------------
+
+
+_BASES = {2: "binary", 8: "octal", 16: "hexadecimal"}
+_CHOICE = re.compile(r"(?<![\w+*/^=-])\(?([A-J])(?:\)|[.:](?=\s))|\b(?:[Oo]ption|[Cc]hoice)\s\W?([A-J])\b")
+"""A letter of a multiple choice, as it stands before what it names."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The expected answer of a row: a number, an expression, or words."""
+
+    text: str
+    number: Number | None
+    expression: Any
+    unfinished: bool
+    alone: bool
+    """It is no equation, so that of one its last side counts."""
+    total: Any
+    """The sum of quantities."""
+    name: str
+    """The left side of `x = 5`, or ''."""
+
+
+def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
+    """correct: the final answer of a response is the expected one; answered: there is one of that kind.
+
+    A response that was cut off has none. Errors: ValueError where nothing is expected.
+    """
+    from megatron_rl.verifiers import math_expressions as expressions  # sympy takes a second to import
+
+    gold = expected(str(answer))
+    if truncated:
+        return {"correct": 0.0, "answered": 0.0}
+    for statement in statements(clean(text)):
+        if gold.number and (number := stated_number(statement)):
+            right = _is_right_number(number, gold.number, clean(prompt)) and _is_of(statement.text, gold.name)
+            if right or not gold.number.comma:
+                return {"correct": float(right), "answered": 1.0}
+        if gold.number and not gold.number.comma:
+            if statement.kind == "boxed":
+                break
+            continue
+        if is_denied(statement) and gold.expression is not None:
+            break
+        found = stated_formulas(statement)
+        letter = gold.text.strip("()")
+        if re.fullmatch("[A-J]", letter) and (letters := _CHOICE.findall(statement.text[:2000])):
+            return _verdict({first or second for first, second in letters} == {letter}, True)
+        if gold.expression is None:
+            same = words(found[0]) == words(gold.text) or (
+                gold.total is not None and numbers.total(found[0]) == gold.total
+            )
+            return _verdict(same, bool(words(found[0])))
+        if gold.alone:
+            found = [(sides(exact) or [exact])[-1] for exact in map(_exact_part, found)]
+        parsed = [(t, e) for t in found if (e := expressions.read_expression(_exact_part(t))) is not None]
+        if not parsed and statement.kind == "phrase":
+            continue
+        if not parsed:
+            return _verdict(words(found[0]) == words(gold.text), False)
+        shown, expression = parsed[0]
+        if expressions.is_unfinished(expression) and not gold.unfinished:
+            break
+        return _verdict(
+            has_form(expression, gold.expression, shown, gold.text, clean(prompt))
+            and expressions.are_equal(gold.expression, expression),
+            True,
+        )
+    return _verdict(False, False)
+
+
+def _verdict(correct: bool, answered: bool) -> dict[str, float]:
+    return {"correct": float(correct), "answered": float(answered)}
+
+
+@lru_cache(4096)
+def expected(answer: str) -> Expected:
+    """The answer that a row states: its last box, or what follows its last ####, or all. Errors: ValueError for nothing."""
+    from megatron_rl.verifiers import math_expressions as expressions
+
+    text = clean(answer)
+    marked = [s for s in statements(text) if s.kind != "line"]
+    if marked and marked[0].kind != "boxed":
+        text = stated_formulas(marked[0])[0]
+    else:
+        text = unwrap(
+            "".join(
+                f" {part} " if is_formula else part for is_formula, part in pieces(marked[0].text if marked else text)
+            )
+        )
+    if not text.strip("# "):
+        raise ValueError(f"the expected answer {answer!r} is empty")
+    chain = sides(text)
+    plain = all(is_name(side) or not has_letters(side) for side in chain[:-1])
+    number = read_number(unwrap(chain[-1])) if plain else None
+    expression = expressions.read_expression(text) if number is None or number.comma else None
+    unfinished = expression is not None and expressions.is_unfinished(expression)
+    alone = len(chain) == 1 and "," not in text
+    return Expected(
+        text, number, expression, unfinished, alone, numbers.total(text), chain[0] if len(chain) > 1 else ""
+    )
+
+
+def _is_of(text: str, name: str) -> bool:
+    """Tell whether the answer `x = 5` has the name that is expected, where both are a letter."""
+    first = sides(unwrap(text))[:1] or [""]
+    return first[0] == name or not (len(first[0]) == len(name) == 1 and first[0].isalpha())
+
+
+def _exact_part(text: str) -> str:
+    """A formula without its approximation."""
+    exact, *rough = re.split(r"\\approx|≈", text)
+    return rough[0] if rough and is_name(exact) else exact
+
+
+def _is_right_number(number: Number, gold: Number, prompt: str) -> bool:
+    """Tell whether it is the expected number, in the form that the prompt asks for, and nothing that the prompt has said."""
+    if number.scale and not gold.scale and re.search(r"\b(?:thousand|million|billion|trillion)", prompt):
+        number = replace(number, value=number.value / 10**number.scale)  # 4, asked for in millions
+    if number.base == 10 != gold.base and re.search(
+        rf"\bbase[\s-]*\$?{gold.base}\b|\b{_BASES.get(gold.base, 'base')}\b", prompt
+    ):
+        number = replace(number, base=gold.base)  # 11001, asked for in base 2
+    return numbers.agree(number, gold) and has_form_of_number(number, gold, prompt)
+
+
+def words(text: str) -> str:
+    """A text in one notation, to compare words."""
+    text = re.sub(r"\\(?:text|mathrm|mathbf|mbox)(?:bf|rm|it|normal)?\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", re.sub(r"[\\${}().,;:!?\"'*]", " ", text.casefold()))
+    return " ".join(text.split())

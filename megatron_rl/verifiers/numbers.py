@@ -1,0 +1,321 @@
+r"""Numbers as people write them, nothing that has to be computed first: 20, -3/4, 3\frac{1}{2}, 50\%, 2516_8, 7 \times 10^4.
+
+A text is such a number as a whole or not at all. The value is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+_INTEGER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?:\ \d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d+)?|\.\d+)"
+_TEXT = r"\\(?:text(?:bf|rm|it|normal)?|mathrm|mbox|rm|operatorname)"
+_NUMBER = re.compile(
+    rf"""
+    (?P<sign>[-+]?)\s*(?:
+        (?P<currency>(?:US|CA?|AU?|NZ|HK)?\\?\$|[€£¥₹]|(?:USD|EUR|GBP|INR|Rs\.?)(?=[\s\d]))\s*(?P<behind>[-+]?)
+    )?
+    (?:
+        (?P<whole>\d+)\s*\\frac\{{(?P<top1>\d+)\}}\{{(?P<bottom1>\d+)\}}
+      | (?P<whole2>\d+)\s+(?P<top2>\d+)/(?P<bottom2>\d+)
+      | \\frac\{{(?P<top3>[-+]?{_INTEGER})\}}\{{(?P<bottom3>[-+]?{_INTEGER})\}}
+      | (?P<top4>{_INTEGER})\s?/\s?(?P<bottom4>{_INTEGER})
+      | (?P<mantissa>{_DECIMAL})\s?(?:\\times|\\cdot|[*x\u00d7])\s?10\s?\^
+        \s?(?:\{{\s*(?P<power1>[-+]?\d+)\s*\}}|(?P<power2>[-+]?\d+))
+      | (?P<mantissa2>{_DECIMAL})[eE](?P<power3>[-+]?\d+)
+      | 10\^(?:\{{(?P<power4>[-+]?\d+)\}}|(?P<power5>[-+]?\d+))
+      | (?P<before>{_DECIMAL}\.?|\.)\\overline\{{(?P<repeated>\d+)\}}
+      | (?P<decimal>{_DECIMAL})(?:_(?:\{{(?P<base1>\d+)\}}|(?P<base2>\d+)))?
+      | (?P<comma>\d+,\d+)
+    )
+    (?:\s*(?P<percent>\\?%|{_TEXT}\s*\{{\s*(?:percent(?:age)?|pct)\s*\}}|(?:percent(?:age)?|per\ cent|pct)\b))?
+    (?P<unit>(?:\s|{_TEXT}\s*\{{[^{{}}\d]*\}}|(?:\{{\}})?\^?\s*\{{?\s*\^?\\circ\s*\}}?|\\degree|\^\{{?o\}}?
+        |(?<=[A-Za-z}}])\^\s?\{{?-?[1-3]\}}?|\\cdot|\\Omega|\\mu|\\?\$|[A-Za-z°€£/*'\u2019.-])*)
+    """,
+    re.VERBOSE,
+)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NO_UNITS = frozenset(
+    [
+        "and",
+        "or",
+        "plus",
+        "minus",
+        "times",
+        "over",
+        "squared",
+        "cubed",
+        "factorial",
+        "mod",
+        "choose",
+        "to",
+        "pi",
+        "not",
+        "dozen",
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "if",
+        "base",
+        "is",
+        "divided",
+        "multiplied",
+        "doubled",
+        "tripled",
+        "halved",
+        "ths",
+        "fourths",
+        "fifths",
+        "sixths",
+        "sevenths",
+        "eighths",
+        "ninths",
+        "tenths",
+        "hundredths",
+        "thousandths",
+        "root",
+        "tens",
+    ]
+)
+"""Words that make another value of a number, or say that there is more."""
+_LETTERS = frozenset("mgshlLJNWVAKCFT")
+"""Units of one letter; another letter is a variable."""
+_LONGEST = 4000
+"""Digits of a number, and the largest power of ten."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it is written."""
+
+    value: Fraction
+    percent: bool = False
+    unit: str = ""
+    """All that stands behind the number, with the currency in front of it."""
+    decimals: int | None = None
+    """Digits behind the decimal point; None of a fraction."""
+    base: int = 10
+    fraction: tuple[int, int] | None = None
+    """The two numbers of a fraction, as they are written."""
+    mantissa: Fraction | None = None
+    """The factor before the power of ten; None where there is none."""
+    mixed: bool = False
+    scale: int = 0
+    """The power of ten of a word behind it, 6 of a million; the value has it."""
+    comma: bool = False
+    """Tell whether the sign before its decimals is a comma: it may be a list of two numbers, too."""
+
+    @property
+    def scientific(self) -> bool:
+        """Tell whether it is written with a power of ten."""
+        return self.mantissa is not None
+
+    @property
+    def reduced(self) -> bool:
+        """Tell whether a fraction is in lowest terms."""
+        return self.fraction is None or self.fraction == (abs(self.value.numerator), self.value.denominator)
+
+    def equals(self, other: Number) -> bool:
+        """The same number; one of the two may be rounded, where it has at least five significant digits.
+
+        50% is 0.5, and as an answer in percent 50.
+        """
+        if self.base != other.base:
+            return False
+        forms = [(self.value, other.value)]
+        if self.percent != other.percent:
+            forms += [(self.value / 100, other.value)] if self.percent else [(self.value, other.value / 100)]
+        return any(a == b or self._rounds(b, a) or other._rounds(a, b) for a, b in forms)
+
+    def _rounds(self, exact: Fraction, own: Fraction) -> bool:
+        """Tell whether this decimal number, with the value `own`, is an exact one of infinitely many digits, rounded."""
+        if self.decimals is None or self.percent or own != self.value or not _is_periodic(exact):
+            return False
+        return len(str(abs(own.numerator * 10**self.decimals // own.denominator))) >= 5 and abs(
+            own - exact
+        ) <= Fraction(1, 2 * 10**self.decimals)
+
+
+def _is_periodic(value: Fraction) -> bool:
+    """Tell whether its decimal digits have no end."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest != 1
+
+
+def read_number(text: str) -> Number | None:
+    """The number that a text is, with its sign, currency, percent sign and unit; None where it is none or has more to it."""
+    text = text.strip()
+    while text[:1] == "(" and text[-1:] == ")" and "(" not in text[1:-1] and ")" not in text[1:-1]:
+        text = text[1:-1].strip()
+    if match := re.fullmatch(r"-\s*\(([^()+-]*)\)|\(\s*(-\d+)\s*\)(/\d+)", text):
+        text = f"-{match[1]}" if match[1] is not None else match[2] + match[3]
+    if len(text) > _LONGEST or not (match := _NUMBER.fullmatch(text)):
+        return None
+    unit, scale = _unit(match)
+    if unit is None:
+        return None
+    try:
+        return _read(match, unit, scale)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _unit(match: re.Match) -> tuple[str | None, int]:
+    """(unit, power of ten) behind a number; None where what stands there is no unit."""
+    text = re.sub(rf"{_TEXT}\s*\{{([^{{}}]*)\}}", r" \1 ", match["unit"])
+    text = re.sub(r"\^?\s*\{?\s*\^?\\circ\s*\}?|\\degree|\^\{?o\}?|°", " degrees ", text)
+    scale, words = 0, re.findall("[A-Za-z]+", text)
+    if words and (scale := _SCALES.get(words[0].lower(), 0)):
+        text = text.replace(words.pop(0), "", 1)
+    for number, word in enumerate(words):
+        if word.lower() in _NO_UNITS or (len(word) == 1 and word not in _LETTERS and not (number and word == "a")):
+            return None, 0
+    currency = (match["currency"] or "").replace("\\", "")
+    return " ".join([*filter(None, [currency, *text.strip(" .-").split()])]), scale
+
+
+def _read(match: re.Match, unit: str, scale: int) -> Number:
+    found = {name.rstrip("0123456789"): value for name, value in match.groupdict().items() if value is not None}
+    integer = lambda name: int(found[name].replace(",", "").replace(" ", ""))  # noqa: E731
+    sign = -1 if "-" in (found["sign"] + found.get("behind", "")) else 1
+    decimals, fraction, base, mantissa = None, None, 10, None
+    if "comma" in found and unit:
+        raise ValueError("a list")
+    if "top" in found:
+        top, bottom = integer("top"), integer("bottom")
+        fraction = (abs(top), abs(bottom))
+        value = Fraction(top, bottom)
+        if "whole" in found:
+            if value >= 1:
+                raise ValueError("no mixed number")
+            value += integer("whole")
+            fraction = None
+        elif value.denominator == 1:
+            raise ValueError("a division that has not been done")
+    elif "power" in found:
+        if abs(integer("power")) > _LONGEST:
+            raise ValueError("too large")
+        mantissa = Fraction(found.get("mantissa", "1").replace(",", "").replace(" ", ""))
+        value = mantissa * Fraction(10) ** integer("power")
+    elif "repeated" in found:
+        digits, period = found["before"].replace(",", ""), found["repeated"]
+        places = len(digits.partition(".")[2])
+        value = Fraction(digits.rstrip(".") or 0) + Fraction(int(period), (10 ** len(period) - 1) * 10**places)
+    else:
+        text = (
+            found["decimal"].replace(",", "").replace(" ", "")
+            if "decimal" in found
+            else found["comma"].replace(",", ".")
+        )
+        decimals = len(text.partition(".")[2])
+        base = int(found.get("base", 10))
+        value = Fraction(text) if base == 10 else Fraction(int(text))
+    value *= sign * Fraction(10) ** scale
+    return Number(
+        value,
+        "percent" in found,
+        unit,
+        decimals,
+        base,
+        fraction,
+        mantissa,
+        "whole" in found,
+        scale,
+        "comma" in found,
+    )
+
+
+# -- units ---------------------------------------------------------------------------------------------------------------
+# Quantities: numbers with units behind them. Units are sympy's; other words (apples, dollars) are compared as words.
+
+
+_SIGNS = {"$": " dollar ", "€": " euro ", "£": " pound ", "¥": " yen ", "₹": " rupee ", "²": "^2", "³": "^3", "·": " "}
+_SHORT = {
+    "mph": "mile/hour",
+    "kmh": "km/hour",
+    "kph": "km/hour",
+    "hr": "hour",
+    "min": "minute",
+    "sec": "second",
+    "lb": "pound",
+}
+_SHORT |= {
+    "metre": "meter",
+    "kilometre": "kilometer",
+    "centimetre": "centimeter",
+    "litre": "liter",
+    "sq": "square",
+    "cu": "cubic",
+}
+_POWERS = {"square": 2, "cubic": 3}
+_SMALL = frozenset({"per", "a", "an", "of", "the", "each"})
+_PART = re.compile(r"(?P<number>[\d.,]+)\s*(?P<unit>[A-Za-z]+\.?)(?:\s*(?:,|and)?\s*)")
+
+
+def agree(ours: Number, theirs: Number) -> bool:
+    """Tell whether two numbers are of the same quantity: 5 km is 5000 m, and is no 5 m. A unit that is not named is any."""
+    if not ours.unit or not theirs.unit:
+        return ours.equals(theirs)
+    units = [measure(number.unit) for number in (ours, theirs)]
+    if None not in units and units[0] != units[1]:
+        return _exact(ours) * units[0] == _exact(theirs) * units[1]
+    words = [_words(number.unit) for number in (ours, theirs)]
+    return ours.equals(theirs) and (units[0] == units[1] is not None or words[0] <= words[1] or words[1] <= words[0])
+
+
+def total(text: str) -> Any:
+    """The sum of quantities in a row, `2 hours 30 minutes`, in base units; None for a text that is none."""
+    parts = [*_PART.finditer(text)]
+    if not parts or "".join(part[0] for part in parts) != text.strip():
+        return None
+    found = [(read_number(part["number"]), measure(part["unit"])) for part in parts]
+    if any(number is None or unit is None for number, unit in found):
+        return None
+    return sum(_exact(number) * unit for number, unit in found if number)
+
+
+def _exact(number: Number) -> Any:
+    import sympy  # it takes a second to import
+
+    return sympy.Rational(number.value.numerator, number.value.denominator)
+
+
+def _words(unit: str) -> set[str]:
+    return {word.lower().removesuffix("s") for word in re.findall("[A-Za-z]+", _spelled(unit))} - _SMALL
+
+
+def _spelled(unit: str) -> str:
+    for sign, word in _SIGNS.items():
+        unit = unit.replace(sign, word)
+    return re.sub(r"[A-Za-z]+", lambda match: _SHORT.get(match[0].removesuffix("s"), match[0]), unit)
+
+
+@lru_cache(1024)
+def measure(unit: str) -> Any:
+    """The unit in sympy's base units; None where it has another word in it."""
+    from sympy.physics import units
+
+    found, last, power, side = units.meter**0, units.meter**0, 1, 1
+    for token in re.findall(r"[A-Za-z]+|/|\^\s?\{?\d", _spelled(unit)):
+        if token in ("/", "per"):
+            side = -1
+        elif token[0] == "^":
+            found *= last ** (side * (int(token[-1]) - 1))
+        elif token.lower() in _POWERS:
+            power = _POWERS[token.lower()]
+        else:
+            names = (token, token.lower(), token.lower().removesuffix("s"), token.upper())
+            known = next((x for name in names if isinstance(x := getattr(units, name, None), units.Quantity)), None)
+            if known is None:
+                return None
+            last, power = known**power, 1
+            found *= last**side
+    return units.convert_to(found, [units.meter, units.kilogram, units.second, units.radian])

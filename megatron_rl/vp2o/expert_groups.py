@@ -1,0 +1,208 @@
+"""The experts of each MoE layer as this process has them, the groups that share them, and their prototypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from megatron_rl.algorithms import stein
+from megatron_rl.algorithms.stein import coactivation_counts, coactivation_sums
+from megatron_rl.distributed.parallel import process_group
+from megatron_rl.models.moe import OUTPUT, ExpertSlice, expert_slices, moe_layers
+from megatron_rl.models.router import ReplayRouter
+from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.routing.table import RouteTable, routing_log_probs
+
+
+@dataclass
+class ExpertLayer:
+    """One MoE layer's experts as this process has them."""
+
+    router: ReplayRouter
+    slices: dict[str, list[ExpertSlice]]
+    """This rank's experts, by parameter."""
+    experts: int
+    """Number of experts of a layer on all ranks, N."""
+    mine: slice
+    """Which of them are this rank's."""
+    start: Tensor
+    """[D_out]: where the power iteration starts, the same for all experts and on all ranks."""
+
+    @property
+    def outputs(self) -> list[ExpertSlice]:
+        """Output projections, [D_out, D_in / expert_tensor] each."""
+        return self.slices[OUTPUT]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Which partial sums go between expert-parallel ranks."""
+
+    mine: slice
+    """This rank's experts."""
+    sent: Tensor
+    """Experts of other ranks that take of this rank's, rank by rank."""
+    places: Tensor
+    """This rank's experts, from 0, that take of other ranks', rank by rank."""
+    sends: list[int]
+    """Rows to each rank."""
+    receives: list[int]
+    """Rows from each rank."""
+    anything: bool
+    """Whether anything goes between any two ranks."""
+
+
+class Experts:
+    """Those of a model's chunks."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], power_iterations: int) -> None:
+        self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
+        self.power_iterations = power_iterations
+        self.expert_group = process_group(parallel_state.get_expert_model_parallel_group())
+        self.slice_group = process_group(parallel_state.get_expert_tensor_parallel_group())
+        self.replica_group = process_group(parallel_state.get_expert_data_parallel_group())
+        self.token_group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
+        self._prototypes: dict[int, Tensor] = {}
+
+    def prototypes(self, number: int) -> Tensor:
+        """[N, D_out] of a layer's weights as they are, the same on all processes that have the layer. Collective."""
+        if number not in self._prototypes:
+            layer = self.layers[number]
+            weights = self.output_weights(layer.outputs)
+            start = layer.start.expand(len(weights), -1)
+            self._prototypes[number] = self.prototypes_of(layer, weights, start, self.power_iterations)
+        return self._prototypes[number]
+
+    def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor, steps: int) -> Tensor:
+        """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out], iterated from `start` [n, D_out].
+
+        Collective.
+        """
+        mine = stein.prototypes(weights, steps, start, all_reduce=self.over_slices)
+        return self.gather(mine)
+
+    def output_weights(self, outputs: list[ExpertSlice]) -> Tensor:
+        """[n, D_in, D_out] fp32."""
+        return stacked([output.data for output in outputs]).transpose(1, 2)
+
+    def weights_changed(self) -> None:
+        """After an optimizer step."""
+        self._prototypes = {}
+
+    def exchange(self, taken: Tensor, mine: slice) -> Exchange:
+        """What goes between expert-parallel ranks for sums over experts. taken: [N, N] bool, expert i takes of expert j."""
+        ranks, me = self.expert_group.size(), self.expert_group.rank()
+        # By rank and place of i, and rank of j.
+        crossing = taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()
+        crossing[range(ranks), :, range(ranks)] = False
+        sent, received = crossing[:, :, me], crossing[me].t()  # [rank, place]
+        return Exchange(
+            mine,
+            sent.flatten().nonzero()[:, 0].to(taken.device),
+            received.nonzero()[:, 1].to(taken.device),
+            sent.sum(1).tolist(),
+            received.sum(1).tolist(),
+            bool(crossing.any()),
+        )
+
+    def mix(self, own: Tensor, mixing: Tensor, exchange: Exchange) -> Tensor:
+        """Rows of mixing [N, N] times all experts' [N, C], of which each rank has its `own` [n, C] -> [n, C]. Collective.
+
+        Between ranks go the partial sums that are not empty, a row for each expert that takes anything of another rank's.
+        """
+        mine = exchange.mine
+        mixed = mixing[mine, mine] @ own
+        if not exchange.anything:
+            return mixed
+        sent = mixing[exchange.sent][:, mine] @ own
+        received = own.new_empty(len(exchange.places), own.shape[1])
+        dist.all_to_all_single(received, sent, exchange.receives, exchange.sends, group=self.expert_group)
+        return mixed.index_add_(0, exchange.places, received)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[n, ...] of each expert-parallel rank -> [N, ...]."""
+        ranks = self.expert_group.size()
+        if ranks == 1:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine.contiguous(), group=self.expert_group)
+        return torch.cat(parts)
+
+    def over_slices(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that hold the other slices, in place."""
+        if self.slice_group.size() > 1:
+            dist.all_reduce(tensor, group=self.slice_group)
+        return tensor
+
+
+def _expert_layer(number: int, layer: MoELayer) -> ExpertLayer:
+    router, experts = layer.router, layer.config.num_moe_experts
+    assert isinstance(layer.experts, torch.nn.Module) and isinstance(router, ReplayRouter) and experts is not None
+    slices = expert_slices(layer.experts)
+    count = len(slices[OUTPUT])
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    output = slices[OUTPUT][0].data
+    start = torch.randn(output.shape[0], generator=torch.Generator().manual_seed(number))
+    return ExpertLayer(router, slices, experts, slice(first, first + count), start.to(output.device))
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """[n, ...] in fp32, with no other copy on the way."""
+    result = torch.empty(len(matrices), *matrices[0].shape, device=matrices[0].device)
+    for place, matrix in zip(result, matrices, strict=True):
+        place.copy_(matrix)
+    return result
+
+
+# -- coactivation --------------------------------------------------------------------------------------------------------
+# Counts which experts are active, and which are together.
+
+
+class Coactivation(dict[int, Tensor]):
+    """[E, E] sums by layer over the counted tokens: of 1 where two experts are both active, or of their shares' product."""
+
+
+class CountCoactivation(RouteObserver):
+    """Counts in the first pass of a micro-batch."""
+
+    def __init__(self, table: RouteTable, *, soft: bool = False) -> None:
+        """soft: an expert is active to the degree of its share in the router's distribution over all experts."""
+        self.table, self.soft = table, soft
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Add up the shares of the counted tokens."""
+        found = self.table.left(Coactivation)
+        if self.soft and layer not in found:
+            shares = routing_log_probs(logits.detach(), router.score_function).exp()
+            found[layer] = coactivation_sums(shares, self.table.counted)
+        return logits
+
+    def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count the pairs of experts of the counted tokens."""
+        found = self.table.left(Coactivation)
+        if not self.soft and layer not in found:
+            found[layer] = coactivation_counts(chosen, self.table.shape.experts, self.table.counted)
+
+
+class Active(dict[int, Tensor]):
+    """[E] counted tokens of each expert by layer, in the micro-batch's last pass of an update."""
+
+
+class CountActive(RouteObserver):
+    """Counts in the pass of an update, whose experts may be others than those of the first pass."""
+
+    def __init__(self, table: RouteTable) -> None:
+        self.table = table
+
+    def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count the counted tokens of each expert."""
+        tokens = self.table.counted.float()[:, None].expand(chosen.shape)
+        none = torch.zeros(self.table.shape.experts, device=chosen.device)
+        self.table.left(Active)[layer] = none.scatter_add_(0, chosen.flatten(), tokens.flatten())

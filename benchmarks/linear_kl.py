@@ -24,7 +24,7 @@ import torch
 from kernels import DTYPES, clock, ratios, take_turns, timed
 from peak_memory import peak_bytes
 
-from megatron_rl.ops import distillation_kl
+from megatron_rl.ops import linear_kl, linear_topk_kl
 from megatron_rl.ops.distillation_kl import Direction, kl_reference
 
 from modelopt.torch.distill.losses import LogitsDistillationLoss  # isort: skip (imports Megatron, so after megatron_rl)
@@ -61,8 +61,8 @@ def case(
 
     eager = whole(lambda z, t: kl_reference(z, t, direction=direction))
     forwards = {
-        "ours": lambda: distillation_kl(*student, *teacher, direction=direction, chunk_tokens=chunk_tokens),
-        "ours, one chunk": lambda: distillation_kl(*student, *teacher, direction=direction, chunk_tokens=tokens),
+        "ours": lambda: linear_kl(*student, *teacher, direction=direction, chunk_tokens=chunk_tokens),
+        "ours, one chunk": lambda: linear_kl(*student, *teacher, direction=direction, chunk_tokens=tokens),
         "eager": eager,
         "compile": torch.compile(eager),
     }
@@ -70,7 +70,7 @@ def case(
         forwards["modelopt"] = whole(LogitsDistillationLoss(1.0, reduction="none"))
     if direction != "jensen_shannon":
         options = {"direction": direction, "chunk_tokens": chunk_tokens}
-        forwards["ours, top 64"] = lambda: distillation_kl(*student, top.indices, top.values, **options)
+        forwards["ours, top 64"] = lambda: linear_topk_kl(*student, top.indices, top.values, **options)
 
     @torch.no_grad()
     def floor() -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
@@ -28,7 +28,7 @@ class RunContext(Protocol):
     step: int
     """Steps that are done."""
     ranks: Ranks
-    hf_config: PretrainedConfig
+    hf_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     support: SamplingSupport
     program: SingleTurn

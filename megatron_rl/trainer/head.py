@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_rl.config import DistillationConfig
 from megatron_rl.distributed.parallel import process_group
-from megatron_rl.ops import distillation_kl, linear_log_probs
+from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
 from megatron_rl.ops.device import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
 from megatron_rl.ops.masked_log_softmax import KeptTokens
@@ -134,7 +134,7 @@ def _distance(
 ) -> torch.Tensor:
     """[n]: the divergence from the teacher, over the tokens that both vocabularies have."""
     rows = min(len(weight), len(teacher.weight))  # with the same tokenizer tables differ in unused rows alone
-    return distillation_kl(
+    return linear_kl(
         hidden,
         weight[:rows],
         teacher.hidden,
@@ -154,7 +154,7 @@ def _recorded_distance(
 ) -> torch.Tensor:
     """[n]: the divergence between the recorded tokens and one class for all others."""
     assert teacher.settings.direction != "jensen_shannon"  # which checks/loss.py refuses
-    return distillation_kl(
+    return linear_topk_kl(
         hidden,
         weight,
         teacher.token_ids.long(),

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.ops import distillation_kl, linear_log_probs
+from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
 from megatron_rl.ops.distillation_kl import kl_reference
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
@@ -115,7 +115,7 @@ def assert_within(found: torch.Tensor, right: torch.Tensor, bound: torch.Tensor)
 
 def compare(p: Pair, *, temperature=1.0, direction="forward", mix=0.5, vocab_size=None, fp32_logits=False, **options):
     """Value and gradients of a random weighted sum against fp64."""
-    found = distillation_kl(
+    found = linear_kl(
         *p.arguments(),
         temperature=temperature,
         direction=direction,
@@ -173,10 +173,10 @@ def test_peaked_distributions(dtype, direction, scale):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_padding_columns_belong_to_no_softmax(direction):
     p = pair(fresh_seed())
-    kept = distillation_kl(*p.arguments(), direction=direction, vocab_size=86, chunk_tokens=8)
+    kept = linear_kl(*p.arguments(), direction=direction, vocab_size=86, chunk_tokens=8)
     with torch.no_grad():
         p.weight[86:], p.teacher_weight[86:] = 100.0, torch.nan
-    changed = distillation_kl(*p.arguments(), direction=direction, vocab_size=86, chunk_tokens=8)
+    changed = linear_kl(*p.arguments(), direction=direction, vocab_size=86, chunk_tokens=8)
     assert torch.equal(kept, changed)
     (grad,) = torch.autograd.grad(changed.sum(), p.weight)
     assert not grad[86:].any() and grad[:86].any()
@@ -188,7 +188,7 @@ def test_nothing_between_equals_and_little_below_zero(direction, dtype):
     seed = fresh_seed()
     p = pair(seed, dtype=dtype)
     u = torch.finfo(torch.promote_types(dtype, FP32)).eps
-    same = distillation_kl(*p.leaves(), p.hidden, p.weight, direction=direction, chunk_tokens=8)
+    same = linear_kl(*p.leaves(), p.hidden, p.weight, direction=direction, chunk_tokens=8)
     assert same.abs().max() <= 4 * u
     (grad,) = torch.autograd.grad(same.sum(), p.hidden)
     assert grad.abs().max() <= 24 * 4 * u * p.weight.abs().max() * 2
@@ -196,7 +196,7 @@ def test_nothing_between_equals_and_little_below_zero(direction, dtype):
     for student, teacher in ((p, near), (p, p)):
         teacher_head = (teacher.hidden, teacher.weight) if teacher is p else (near.teacher_hidden, near.teacher_weight)
         q = Pair(*student.leaves(), *(x.detach() for x in teacher_head))
-        value = distillation_kl(*q.arguments(), direction=direction)
+        value = linear_kl(*q.arguments(), direction=direction)
         logits = [exact_logits(h, w, None) for h, w in (student.leaves(), teacher_head)]
         assert (value >= -bounds(q, *logits, 1.0, torch.ones(37)).value).all()
 
@@ -204,16 +204,16 @@ def test_nothing_between_equals_and_little_below_zero(direction, dtype):
 def test_no_gradient_reaches_the_teacher():
     p = pair(fresh_seed())
     p.teacher_hidden.requires_grad_(), p.teacher_weight.requires_grad_()
-    distillation_kl(*p.arguments()).sum().backward()
+    linear_kl(*p.arguments()).sum().backward()
     assert p.teacher_hidden.grad is None and p.teacher_weight.grad is None and p.weight.grad is not None
-    frozen = distillation_kl(p.hidden.detach(), p.weight.detach(), p.teacher_hidden.detach(), p.teacher_weight.detach())
+    frozen = linear_kl(p.hidden.detach(), p.weight.detach(), p.teacher_hidden.detach(), p.teacher_weight.detach())
     assert not frozen.requires_grad
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_no_tokens(direction):
     p = pair(fresh_seed(), tokens=0)
-    value = distillation_kl(*p.arguments(), direction=direction)
+    value = linear_kl(*p.arguments(), direction=direction)
     assert value.shape == (0,)
     value.sum().backward()
     assert p.hidden.grad.shape == (0, 24) and not p.weight.grad.any()
@@ -222,7 +222,7 @@ def test_no_tokens(direction):
 @pytest.mark.parametrize("chunk_tokens", [8, 64])
 def test_backward_twice_through_the_same_graph(chunk_tokens):
     p = pair(fresh_seed())
-    value = distillation_kl(*p.arguments(), direction="reverse", chunk_tokens=chunk_tokens).sum()
+    value = linear_kl(*p.arguments(), direction="reverse", chunk_tokens=chunk_tokens).sum()
     first, second = (torch.autograd.grad(value, p.weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
@@ -232,7 +232,7 @@ def test_the_weights_gradient_is_summed_in_fp32():
     p = pair(fresh_seed(), tokens=1, dtype=BF16)
     many = Pair(p.hidden.repeat(600, 1), p.weight, p.teacher_hidden.repeat(600, 1), p.teacher_weight)
     one, all_of_them = (
-        torch.autograd.grad(distillation_kl(*x.arguments(), chunk_tokens=1).sum(), p.weight)[0].double()
+        torch.autograd.grad(linear_kl(*x.arguments(), chunk_tokens=1).sum(), p.weight)[0].double()
         for x in (p, many)
     )
     torch.testing.assert_close(all_of_them, 600 * one, rtol=2**-7, atol=0)
@@ -246,7 +246,7 @@ def test_forward_is_modelopts_loss_without_the_squared_temperature(temperature):
     p = pair(fresh_seed())
     logits, teacher_logits = p.hidden @ p.weight.t(), p.teacher_hidden @ p.teacher_weight.t()
     theirs = LogitsDistillationLoss(temperature, reduction="none")(logits, teacher_logits)
-    ours = temperature**2 * distillation_kl(*p.arguments(), temperature=temperature, chunk_tokens=8)
+    ours = temperature**2 * linear_kl(*p.arguments(), temperature=temperature, chunk_tokens=8)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     for a, b in zip(*(torch.autograd.grad(x.mean(), p.leaves()) for x in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -260,7 +260,7 @@ def test_jensen_shannon_is_trls(mix):
     p = pair(fresh_seed())
     logits, teacher_logits = p.hidden @ p.weight.t(), p.teacher_hidden @ p.teacher_weight.t()
     theirs = GKDTrainer.generalized_jsd_loss(logits, teacher_logits, beta=mix, temperature=1.7, reduction="none")
-    ours = distillation_kl(*p.arguments(), direction="jensen_shannon", mix=mix, temperature=1.7, chunk_tokens=8)
+    ours = linear_kl(*p.arguments(), direction="jensen_shannon", mix=mix, temperature=1.7, chunk_tokens=8)
     torch.testing.assert_close(ours, theirs.sum(-1), rtol=1e-10, atol=1e-12)
 
 
@@ -294,9 +294,9 @@ def test_the_logits_of_more_than_one_chunk_never_exist(direction, dtype, fp32_lo
     ids, log_probs = recorded(p, 5)
     with Largest() as forward:
         if direction.startswith("topk"):
-            value = distillation_kl(*p.leaves(), ids, log_probs, **options)
+            value = linear_topk_kl(*p.leaves(), ids, log_probs, **options)
         else:
-            value = distillation_kl(*p.arguments(), **options)
+            value = linear_kl(*p.arguments(), **options)
     with Largest() as backward:
         value.sum().backward()
     # Also more than the weight's own 500 x 24.
@@ -313,9 +313,9 @@ def on_two_ranks(seed: int, vocab_size: int) -> list:
     ids, log_probs = recorded(p, 6, vocab_size)
     for direction, chunk_tokens in itertools.product(DIRECTIONS, (8, 64)):
         more = {**options, "direction": direction, "chunk_tokens": chunk_tokens}
-        values = [distillation_kl(p.hidden, share, p.teacher_hidden, teacher_share, temperature=0.8, mix=0.3, **more)]
+        values = [linear_kl(p.hidden, share, p.teacher_hidden, teacher_share, temperature=0.8, mix=0.3, **more)]
         if direction != "jensen_shannon":
-            values.append(distillation_kl(p.hidden, share, ids, log_probs, **more))
+            values.append(linear_topk_kl(p.hidden, share, ids, log_probs, **more))
         for value in values:
             sent = torch.linspace(-1.0, 2.0, len(value), dtype=FP64)
             grads = torch.autograd.grad(value, (p.hidden, share), sent)
@@ -334,9 +334,9 @@ def test_two_tensor_parallel_ranks_equal_one(vocab_size):
     ids, log_probs = recorded(p, 6, vocab_size)
     right = []
     for direction, _ in itertools.product(DIRECTIONS, (8, 64)):
-        values = [distillation_kl(*p.arguments(), direction=direction, vocab_size=vocab_size, temperature=0.8, mix=0.3)]
+        values = [linear_kl(*p.arguments(), direction=direction, vocab_size=vocab_size, temperature=0.8, mix=0.3)]
         if direction != "jensen_shannon":
-            values.append(distillation_kl(*p.leaves(), ids, log_probs, direction=direction, vocab_size=vocab_size))
+            values.append(linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction, vocab_size=vocab_size))
         for value in values:
             sent = torch.linspace(-1.0, 2.0, len(value), dtype=FP64)
             right.append([value.detach(), *torch.autograd.grad(value, p.leaves(), sent)])
@@ -370,7 +370,7 @@ def test_bad_arguments_are_named(change, message):
     p = pair(0, dtype=FP32)
     names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
     with pytest.raises(ValueError, match=message) as caught:
-        distillation_kl(**dict(zip(names, p.arguments(), strict=True)) | change)
+        linear_kl(**dict(zip(names, p.arguments(), strict=True)) | change)
     assert str(caught.value).startswith("linear_kl: ") and "\n" not in str(caught.value)
 
 
@@ -410,7 +410,7 @@ def test_topk_values_and_gradients(direction, dtype, chunk_tokens):
             p.hidden.mul_(0.5), p.teacher_hidden.mul_(0.5)  # so that the definition's own differences are exact enough
         ids, log_probs = recorded(p, k, vocab_size)
         options = {"direction": direction, "vocab_size": vocab_size, "chunk_tokens": chunk_tokens}
-        found = distillation_kl(*p.leaves(), ids, log_probs, **options)
+        found = linear_topk_kl(*p.leaves(), ids, log_probs, **options)
         assert found.dtype == torch.promote_types(dtype, FP32)
         logits = exact_logits(p.hidden, p.weight, vocab_size)
         right = topk_reference(logits, ids, log_probs, direction)
@@ -430,8 +430,8 @@ def test_topk_of_the_whole_vocabulary_is_the_whole_kl(direction, log_dtype):
     p = pair(fresh_seed())
     ids = torch.stack([torch.randperm(90) for _ in range(37)])
     log_probs = teacher_log_probs(p).gather(1, ids).to(log_dtype)
-    whole = distillation_kl(*p.arguments(), direction=direction)
-    found = distillation_kl(*p.leaves(), ids, log_probs, direction=direction, chunk_tokens=8)
+    whole = linear_kl(*p.arguments(), direction=direction)
+    found = linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction, chunk_tokens=8)
     u = torch.finfo(log_dtype).eps
     worst = float(log_probs.abs().max()) * u
     torch.testing.assert_close(found, whole, rtol=4 * u, atol=4 * worst * (1 + float(whole.detach().max())))
@@ -444,11 +444,11 @@ def test_topk_of_the_whole_vocabulary_is_the_whole_kl(direction, log_dtype):
 def test_topk_is_a_lower_bound_that_grows_with_k(direction):
     """And is reached where student and teacher differ at the ids alone."""
     p = pair(fresh_seed())
-    whole = distillation_kl(*p.arguments(), direction=direction)
+    whole = linear_kl(*p.arguments(), direction=direction)
     values = []
     for k in (0, 1, 4, 16, 64):
         log_probs, ids = teacher_log_probs(p).topk(k, dim=1)
-        values.append(distillation_kl(*p.leaves(), ids, log_probs, direction=direction))
+        values.append(linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction))
     assert values[0].abs().max() < 1e-12 and (values[1] > 1e-6).any()
     for less, more in itertools.pairwise([*values, whole]):
         assert (more - less >= -1e-10 * (1 + whole)).all()
@@ -457,8 +457,8 @@ def test_topk_is_a_lower_bound_that_grows_with_k(direction):
     weight[:5] += torch.randn(5, 24)
     ids = torch.arange(5).expand(37, 5)
     log_probs = (p.hidden @ weight.t()).detach().log_softmax(1)[:, :5]
-    whole = distillation_kl(*p.leaves(), p.hidden, weight, direction=direction)
-    torch.testing.assert_close(distillation_kl(*p.leaves(), ids, log_probs, direction=direction), whole)
+    whole = linear_kl(*p.leaves(), p.hidden, weight, direction=direction)
+    torch.testing.assert_close(linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction), whole)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -470,7 +470,7 @@ def test_topk_without_a_rest(direction, excess, dtype):
     share = torch.rand(37, 4, dtype=FP64) + 0.1
     log_probs = (share / share.sum(1, keepdim=True) * (1 + excess)).log().float()
     ids = torch.stack([torch.randperm(90)[:4] for _ in range(37)])
-    found = distillation_kl(*p.leaves(), ids, log_probs, direction=direction, chunk_tokens=8)
+    found = linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction, chunk_tokens=8)
     grads = torch.autograd.grad(found.sum(), p.leaves())
     assert found.isfinite().all() and all(g.isfinite().all() for g in grads)
     student = (p.hidden @ p.weight.t()).detach().double().log_softmax(1)
@@ -498,7 +498,7 @@ def test_topk_of_a_student_whose_rest_is_nothing_in_fp32(direction):
         p.weight[:3, 0] = 600.0
     ids = torch.arange(3)[None]
     log_probs = torch.tensor([[0.3, 0.2, 0.1]]).log()
-    found = distillation_kl(*p.leaves(), ids, log_probs, direction=direction)
+    found = linear_topk_kl(*p.leaves(), ids, log_probs, direction=direction)
     grad, _ = torch.autograd.grad(found.sum(), p.leaves())
     a, third = torch.tensor([0.3, 0.2, 0.1], dtype=FP64), 1 / 3
     rest = -600 - torch.tensor(3.0, dtype=FP64).log() + torch.tensor(87.0, dtype=FP64).log()
@@ -514,10 +514,10 @@ def test_topk_ids_of_no_probability_are_none():
     p = pair(fresh_seed())
     log_probs, ids = teacher_log_probs(p).topk(6, dim=1)
     ids[:, 4] = -1
-    found = distillation_kl(*p.leaves(), ids, log_probs, direction="reverse")
+    found = linear_topk_kl(*p.leaves(), ids, log_probs, direction="reverse")
     ids[:, 4], log_probs[:, 4] = teacher_log_probs(p).argmin(1), -torch.inf
-    assert torch.equal(found, distillation_kl(*p.leaves(), ids, log_probs, direction="reverse"))
-    nothing = distillation_kl(*p.leaves(), torch.full_like(ids, -100), log_probs)
+    assert torch.equal(found, linear_topk_kl(*p.leaves(), ids, log_probs, direction="reverse"))
+    nothing = linear_topk_kl(*p.leaves(), torch.full_like(ids, -100), log_probs)
     assert not nothing.any()
     nothing.sum().backward()
     assert p.weight.grad.abs().max() < 1e-12
@@ -525,7 +525,7 @@ def test_topk_ids_of_no_probability_are_none():
 
 def test_topk_no_tokens():
     p = pair(fresh_seed(), tokens=0)
-    value = distillation_kl(*p.leaves(), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
+    value = linear_topk_kl(*p.leaves(), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
     value.sum().backward()
     assert value.shape == (0,) and p.hidden.grad.shape == (0, 24) and not p.weight.grad.any()
 
@@ -552,7 +552,7 @@ def test_topk_bad_arguments_are_named(change, message):
     arguments = {"hidden": p.hidden, "weight": p.weight, "token_ids": torch.arange(3).expand(37, 3)}
     arguments["log_probs"] = torch.full((37, 3), -2.0)
     with pytest.raises(ValueError, match=message) as caught:
-        distillation_kl(**arguments | change)
+        linear_topk_kl(**arguments | change)
     assert str(caught.value).startswith("linear_topk_kl: ") and "\n" not in str(caught.value)
 
 
@@ -564,7 +564,7 @@ def test_a_frozen_head_has_no_gradient_and_no_sum_of_one(chunk):
 
     def operators(head: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         of_labels = linear_log_probs(inputs, head, targets, log_rho=None, chunk_tokens=chunk).log_probs
-        return of_labels.sum() + distillation_kl(inputs, head, theirs, weight.flip(0), chunk_tokens=chunk).sum()
+        return of_labels.sum() + linear_kl(inputs, head, theirs, weight.flip(0), chunk_tokens=chunk).sum()
 
     found = []
     for trains in (True, False):

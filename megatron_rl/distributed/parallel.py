@@ -14,13 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron_rl.platform import activate
 
-from megatron_rl.config import ParallelConfig
-from megatron_rl.config.plan import expert_tensor_size
-from megatron_rl.distributed import nccl
-from megatron_rl.distributed.processes import dumps, join, loads
-from megatron_rl.errors import StopRequested, together
+activate()  # before this module imports Megatron
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron_rl.config import ParallelConfig  # noqa: E402
+from megatron_rl.config.plan import expert_tensor_size  # noqa: E402
+from megatron_rl.distributed import nccl  # noqa: E402
+from megatron_rl.distributed.processes import dumps, join, loads  # noqa: E402
+from megatron_rl.errors import StopRequested, together  # noqa: E402
+
 
 T = TypeVar("T")
 

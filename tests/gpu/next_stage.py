@@ -36,14 +36,14 @@ class Stage:
     """Seconds after which it should begin no test, to end in time."""
 
 
-TRAINER = ("megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
+TRAINER = ("megatron_rl/distributed", "megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
 TWO_MODELS = ("references/models/qwen3_moe", "references/models/gpt_oss")
 STAGES = (
     Stage(
         "engine",
         ("trainer", "rollout", "references/engine"),
         540,
-        (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync"),
+        (*TRAINER, "megatron_rl/rollout", "megatron_rl/servers", "megatron_rl/sync"),
         390,
     ),
     Stage("te", ("trainer", "rollout", "te", "references/engine", *TWO_MODELS), 480, TRAINER),
@@ -57,7 +57,7 @@ STAGES = (
     Stage("slices", ("trainer",), 110, TRAINER),
     Stage("batch_invariant", ("trainer",), 130, ("megatron_rl/ops/batch_invariant.py", "csrc/batch_invariant")),
     Stage("invariance", ("trainer",), 20, ("megatron_rl/ops", "csrc")),
-    Stage("start", ("trainer",), 50, ("setup.py", "megatron_rl/launch", "megatron_rl/platform")),
+    Stage("start", ("trainer",), 50, ("setup.py", "megatron_rl/run", "megatron_rl/checks", "megatron_rl/platform")),
 )
 
 

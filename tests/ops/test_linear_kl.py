@@ -232,8 +232,7 @@ def test_the_weights_gradient_is_summed_in_fp32():
     p = pair(fresh_seed(), tokens=1, dtype=BF16)
     many = Pair(p.hidden.repeat(600, 1), p.weight, p.teacher_hidden.repeat(600, 1), p.teacher_weight)
     one, all_of_them = (
-        torch.autograd.grad(linear_kl(*x.arguments(), chunk_tokens=1).sum(), p.weight)[0].double()
-        for x in (p, many)
+        torch.autograd.grad(linear_kl(*x.arguments(), chunk_tokens=1).sum(), p.weight)[0].double() for x in (p, many)
     )
     torch.testing.assert_close(all_of_them, 600 * one, rtol=2**-7, atol=0)
 

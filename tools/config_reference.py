@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from megatron_rl/config/config.py: every key with its type, default and meaning.
+"""Write docs/configuration.md from megatron_rl/config/: every key with its type, default and meaning.
 
 python tools/config_reference.py > docs/configuration.md
 """
@@ -15,7 +15,7 @@ from megatron_rl.config.reference import all_keys
 HEAD = """# Configuration
 
 Every key of the YAML files, and of the command line as `--section.key VALUE`. This page is made from
-`megatron_rl/config/config.py` by `tools/config_reference.py`; a test keeps them equal.
+`megatron_rl/config/` by `tools/config_reference.py`; a test keeps them equal.
 
 - **Files** are YAML in UTF-8, with sections for the dots of a key. Numbers are those of YAML 1.2 (1e-6; 010 is ten,
   0o10 eight, 0x10 sixteen) and 1_000. A key that is given twice is an error, and so is NaN or infinity.

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.algorithms.stein import neighborhood
+from megatron_rl.checks.architecture import check_routers, check_teacher
 from megatron_rl.checks.fit import check_fits
 from megatron_rl.checks.identical_precision import check_identical
-from megatron_rl.checks.keys import check_memory_savers, check_routers
+from megatron_rl.checks.keys import check_memory_savers
 from megatron_rl.checks.lora import check_lora
-from megatron_rl.checks.loss import check_teacher
 from megatron_rl.checks.preference_learning import check_preferences
 from megatron_rl.checks.prune_command import check_prune
 from megatron_rl.config import OF_TOKENS, Config

@@ -1,10 +1,11 @@
-"""The keys of the config as config/config.py declares them: type, default and meaning, read from its source."""
+"""The keys of the config as this package declares them: type, default and meaning, read from its source."""
 
 from __future__ import annotations
 
 import ast
 import re
 import textwrap
+from pathlib import Path
 
 from megatron_rl import config
 from megatron_rl.config.load import nearest_key
@@ -16,9 +17,9 @@ Row = tuple[str, str, str, str]
 
 def all_keys() -> list[Row]:
     """All keys of the tree, section by section."""
-    with open(config.__file__) as source:
-        tree = ast.parse(source.read())
-    return _rows({n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")}, "Config")
+    trees = [ast.parse(file.read_text()) for file in sorted(Path(config.__file__).parent.glob("*.py"))]
+    sections = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
+    return _rows({section.name: section for section in sections}, "Config")
 
 
 def print_keys(prefix: str = "") -> None:

@@ -14,17 +14,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
 from megatron_rl.platform import activate
 
 activate()  # before this module imports Megatron
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
 from megatron_rl.config import ParallelConfig  # noqa: E402
 from megatron_rl.config.plan import expert_tensor_size  # noqa: E402
 from megatron_rl.distributed import nccl  # noqa: E402
 from megatron_rl.distributed.processes import dumps, join, loads  # noqa: E402
 from megatron_rl.errors import StopRequested, together  # noqa: E402
-
 
 T = TypeVar("T")
 

@@ -51,7 +51,7 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     sizes = {-1: block, -2: block}
     weight = weight.detach().float()  # modelopt would compute, and round, the scales in the weight's own dtype
     amax = reduce_block_amax(reduce_block_padding(weight, sizes), sizes)
-    # As modelopt's fake quantization has it, so that trainer and engine round alike (`fake_quant.py`); the scale that
+    # As modelopt's fake quantization has it, so that trainer and engine round alike (`experts.py`); the scale that
     # FP8QTensor would take is 0 for zeros, and 0 / 0 is NaN.
     scale_inv = torch.where(amax > TINY, 1 / (E4M3_MAX / amax), 1.0)
     quantized, _ = FP8QTensor.quantize(weight, scales=scale_inv, block_sizes=sizes)

@@ -1,7 +1,7 @@
 """Precision recipes of trainer and engine: one table, and one answer to the question which of them can run where.
 
 `trainer_recipes` and `rollout_recipes` answer for every recipe on a given machine; the refusal at start
-(`check_precision`) and `megatron-rl doctor` print the same answers. `fake_quant.py` (trainer) and `fp8.py` (weights of the
+(`check_precision`) and `megatron-rl doctor` print the same answers. `experts.py` (trainer) and `fp8.py` (weights of the
 engine) have the arithmetic that replaces FP8 products on a machine without a GPU.
 """
 

@@ -2,7 +2,7 @@
 
 `begin` asks for those of a step and `finish` waits for them, so that the servers may sample while the trainer learns.
 
-`push` and `ask` end with the engine awake, `sleep` and `collect` with the trainer awake, where both share GPUs (turns.py).
+`push` and `ask` end with the engine awake, `sleep` and `collect` with the trainer awake, where both share GPUs (colocation.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.colocation import Colocation
-from megatron_rl.rollout.dynamic_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.push import Pusher, others, staleness
 from megatron_rl.rollout.recover import CANCEL_S, Recovery, generate, start_collection

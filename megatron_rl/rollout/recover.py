@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from megatron_rl.distributed.parallel import Ranks, in_background
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.dynamic_sampling import FirstGroups
+from megatron_rl.rollout.over_sampling import FirstGroups
 from megatron_rl.servers.client import EngineLost, SGLangClient
 from megatron_rl.servers.fleet import Fleet
 from megatron_rl.servers.local import LocalServers

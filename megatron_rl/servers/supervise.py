@@ -3,7 +3,7 @@
 The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included:
 the kernel closes the pipe), the server gets SIGTERM and, GRACE_S seconds later, what is left of its tree SIGKILL. When
 the server's first process ends by itself, the rest of the tree is killed at once, and what a killed server leaves is
-removed (`leftovers.py`). Exits with the server's status.
+removed (`orphans.py`). Exits with the server's status.
 
 With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
 

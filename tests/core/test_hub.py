@@ -47,7 +47,7 @@ def outside(home: Path, *, url: str = "http://127.0.0.1:9", offline: bool = Fals
 def folders(home: Path, *texts: str, wanted: str = "MODEL", **where) -> list[str]:
     """Folders or errors that `as_folder` makes of the texts in a new process. It imports no torch."""
     code = (
-        "import json, sys\nfrom megatron_rl import hub\nfrom megatron_rl.errors import UserError\n"
+        "import json, sys\nfrom megatron_rl.data import hub\nfrom megatron_rl.errors import UserError\n"
         "def of(text):\n    try: return hub.as_folder(text, 'key', getattr(hub, sys.argv[1]))\n"
         "    except UserError as error: return str(error)\n"
         "found = [of(text) for text in sys.argv[2:]]\nassert 'torch' not in sys.modules\nprint(json.dumps(found))"

@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "a hook that there is not": (
         {"hooks": ["megatron_rl.hooks.guards:OnPolice"]},
-        r"config: hooks: megatron_rl\.trainer\.on_policy has no 'OnPolice'; did you mean 'OnPolicy'",
+        r"config: hooks: megatron_rl\.hooks\.guards has no 'OnPolice'; did you mean 'OnPolicy'",
     ),
     "on-policy with several updates": (
         {"algorithm": {"on_policy": True}, "batch": {"updates_per_step": 2}},

@@ -54,7 +54,7 @@ os.killpg(0, 15)
 
 @here
 def test_what_a_killed_run_left_is_swept_at_the_next_start():
-    code = "import os; from megatron_rl.tasks import cgroup as c\nprint(*c.make(2**26, 8).folders, flush=True); os._exit(9)"
+    code = "import os; from megatron_rl.sandbox import cgroup as c\nprint(*c.make(2**26, 8).folders, flush=True); os._exit(9)"
     left = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     folders = [Path(folder) for folder in left.stdout.split()]
     own = cgroup.make(MEMORY, 8)

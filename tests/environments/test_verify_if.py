@@ -85,7 +85,7 @@ def test_a_checker_on_its_own_examples(name, request):
 WITH_THIS_DATA = """
 import json, nltk, sys
 nltk.data.path = sys.argv[1:]
-from megatron_rl.tasks import instruction_checkers as checkers
+from megatron_rl.verifiers import instruction_checkers as checkers
 from tests.environments.instruction_examples import EXAMPLES
 followed = [name for name, (arguments, good, _) in EXAMPLES.items() if checkers.follow(good, name, arguments)[0]]
 print(json.dumps([followed, {name: checkers.lacking(name) for name in EXAMPLES}]))

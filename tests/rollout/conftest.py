@@ -20,7 +20,7 @@ from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.dynamic_sampling import FirstGroups
+from megatron_rl.rollout.over_sampling import FirstGroups
 from megatron_rl.rollout.recover import generate
 from megatron_rl.servers.client import SGLangClient
 from megatron_rl.servers.server import RolloutServer

@@ -69,7 +69,7 @@ def test_what_sglang_makes_of_our_flags(tiny_model):
         assert kind == "routes" or answer["attention"] == "triton", (family, card, answer)
         assert answer["head"] == (kind == "routes")
     alone = {key[:2]: answer for key, answer in found.items() if key[2] == "alone"}
-    # A release that chooses otherwise makes this file and choices.py worth a look.
+    # A release that chooses otherwise makes this file and servers/flags.py worth a look.
     assert alone["gpt_oss", "Hopper"] == {"attention": "fa3", "moe": "triton_kernel", "head": False}
     assert alone["qwen3_moe", "B200"] == {"attention": "trtllm_mha", "moe": "flashinfer_trtllm", "head": False}
     assert {answer["attention"] for answer in alone.values()} - set(TAKES_FP32) == {

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures, merge
-from megatron_rl.rollout.dynamic_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
 from megatron_rl.rollout.recover import generate
 from megatron_rl.servers.client import EngineLost
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.advantages import distillation
-from megatron_rl.checks.loss import check_teacher
+from megatron_rl.checks.architecture import check_teacher
 from megatron_rl.config.load import build_config
 from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError

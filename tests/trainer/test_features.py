@@ -13,7 +13,7 @@ from layouts import make_config, make_samples, samples_without_ties
 from ranks import run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.checks.loss import check_teacher
+from megatron_rl.checks.architecture import check_teacher
 from megatron_rl.config.load import build_config
 from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError

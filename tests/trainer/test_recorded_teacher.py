@@ -11,7 +11,7 @@ from ranks import run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.checks.loss import check_teacher
+from megatron_rl.checks.architecture import check_teacher
 from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence, TopLogProbs

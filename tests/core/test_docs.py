@@ -142,7 +142,7 @@ def test_values_exist():
 
 def test_the_configuration_page_is_current():
     page = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "config/reference.py")], capture_output=True, text=True, timeout=60
+        [sys.executable, str(REPOSITORY / "tools" / "config_reference.py")], capture_output=True, text=True, timeout=60
     )
     assert page.stdout == (REPOSITORY / "docs" / "configuration.md").read_text(), (
         "run: python tools/config_reference.py > docs/configuration.md"

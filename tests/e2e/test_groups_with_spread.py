@@ -37,12 +37,12 @@ def spread(response, answer):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("spread")
-    (folder / "reward_model.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD)
     tree = {
         "steps": STEPS,
         "runs_dir": str(folder / "runs"),
         "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
-        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward_model.py'}:spread"},
+        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward.py'}:spread"},
         "batch": {"prompts_per_step": WANTED, "samples_per_prompt": SAMPLES, "tokens_per_micro_batch": 2000},
         "algorithm": {"entropy_coefficient": 0.01},
         "precision": {"train": "fp32", "rollout": "fp32"},

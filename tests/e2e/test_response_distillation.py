@@ -24,7 +24,7 @@ def odd(response, answer):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("responses")
-    (folder / "reward_model.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD)
     rng = np.random.default_rng()
     prompts = {f"<{' '.join(map(str, rng.integers(0, 10, 4)))}:" for _ in range(24)}
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "-"}) + "\n" for p in prompts))
@@ -32,7 +32,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
         "name": "sampled",
         "runs_dir": str(folder / "runs"),
         "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers", "--vocab", "64"))},
-        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward_model.py'}:odd"},
+        "data": {"path": str(folder / "prompts.jsonl"), "verifier": f"{folder / 'reward.py'}:odd"},
         "batch": {"prompts_per_step": 12, "samples_per_prompt": 12, "tokens_per_micro_batch": 256},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {

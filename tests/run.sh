@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, runs the tests, and checks the scripts, the style and the types beside their first minutes. Arguments go
+# Sets everything up, runs the tests, and checks the scripts, the style, the types and the order of imports beside their first minutes. Arguments go
 # to pytest. As the first one, --all has also the long variants of tests (LONG in tests/conftest.py), and --fast leaves out
 # servers, several processes and compilers: what remains is for while one edits.
 set -euo pipefail
@@ -13,11 +13,12 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules, w
 bin=$PWD/.venv/bin
 
 check() {
-    local scripts status=0
+    local scripts imports status=0
     mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
     "$bin/shellcheck" --external-sources "${scripts[@]}" || status=1
     "$bin/ruff" check --quiet . || status=1
     "$bin/pyright" --project . || status=1
+    imports=$("$bin/lint-imports" --no-cache --no-logo) || { echo "$imports"; status=1; }
     return "$status"
 }
 

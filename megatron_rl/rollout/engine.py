@@ -250,7 +250,8 @@ class Engine:
 
     def sleep(self) -> None:
         """The trainer's turn on GPUs that it shares."""
-        self._turns.to_trainer()
+        if not self.config.rollout.load:
+            self._turns.to_trainer()
 
     def wake(self) -> None:
         """The engine's turn on GPUs that it shares."""

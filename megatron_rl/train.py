@@ -9,6 +9,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.balance import redistribute
 from megatron_rl.evaluate import evaluate
 from megatron_rl.report.step import log_step
+from megatron_rl.rewards.shaping import set_outcome_rewards
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.refresh import RefreshSchedule, measure, refresh_metrics
@@ -36,6 +37,7 @@ def train(config: Config) -> None:
 
             with clock("reward"):
                 run.rewards.score(trajectories, prompts, learns=True)
+                set_outcome_rewards(config, run.ranks, trajectories)
 
             with clock("log_probs"):
                 advantages.of_responses(trajectories)
@@ -49,7 +51,8 @@ def train(config: Config) -> None:
                 updates = []
                 objective = replace(objective, kl_coefficient=run.kl.value)
                 for part, place in updates_of(rollout_batch, config.batch.epochs):
-                    advantages.update_critic(part)
+                    if run.critic:
+                        run.critic.update(part, advantages.returns[part])
                     if run.trains_policy:
                         updates.append(trainer.update(rollout_batch[part], objective, place))
                         if updates[-1].ends_batch:
@@ -67,7 +70,7 @@ def train(config: Config) -> None:
                 if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
             measured = engine.metrics() | rollouts.metrics() | refresh_metrics(drift, age, refreshed)
-            measured |= run.rewards.metrics() | advantages.metrics()
+            measured |= run.rewards.metrics() | advantages.metrics() | (run.critic.metrics() if run.critic else {})
             first_epoch = updates[: len(rollout_batch)]
             responses = len(prompts) * config.batch.samples_per_prompt * len(first_epoch) // len(rollout_batch)
             measured |= run.kl.update(first_epoch, responses)

@@ -162,14 +162,16 @@ def whiten(
     return _result(whitened if shift_mean else whitened + mean + shift, values)
 
 
-def batch_normalized(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def batch_normalized(
+    values: torch.Tensor, mask: torch.Tensor, add: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
+) -> torch.Tensor:
     """(value - mean) / standard deviation over all masked-in elements; zeros elsewhere (REINFORCE++, Hu 2025; PPO's whitening).
 
     values, mask: any one shape, as [B, T] or [N]. The population's deviation, in two passes; values without spread are zeros.
-    Over several ranks: `moments`, added up, and `whiten`.
+    add: sums `moments` over ranks, each of which has a part of the elements.
     """
-    shift, _ = mean_and_variance(moments(values, mask))
-    return torch.where(mask.bool(), whiten(values, moments(values, mask, shift=shift), shift=shift), 0.0)
+    shift, _ = mean_and_variance(add(moments(values, mask)))
+    return torch.where(mask.bool(), whiten(values, add(moments(values, mask, shift=shift)), shift=shift), 0.0)
 
 
 def token_rewards(

@@ -127,6 +127,12 @@ class Config:
         return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
 
     @property
+    def bootstraps_truncated(self) -> bool:
+        """Whether the critic's value of the last state stands for what a limit has cut off."""
+        algorithm = self.algorithm
+        return algorithm.bootstrap_truncated and algorithm.advantage == "gae" and not self.zero_truncated
+
+    @property
     def teaches(self) -> bool:
         """Whether there is a teacher."""
         teacher = self.distillation

@@ -66,6 +66,8 @@ class Trajectory(Sequence):
     text: str = ""
     """The response, decoded; of a conversation its final answer."""
     reward: float = 0.0
+    outcome_reward: float = 0.0
+    """The reward of the whole as advantages see it: clipped, whitened, without what is paid at the ends of steps; in fp32."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     masked: bool = False
     """Nothing of it trains, and its group's baseline leaves it out: what went wrong was not the policy's fault."""

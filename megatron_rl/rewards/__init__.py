@@ -1,1 +1,1 @@
-"""Rewards: verifiers, reward models, judges, and the shaping of their numbers."""
+"""All of a reward: verifiers, reward models and judges, the length penalty, clipping and whitening."""

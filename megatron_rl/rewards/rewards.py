@@ -26,6 +26,7 @@ from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.metrics.reduce import Metrics, mean
 from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.rewards.judge import Judge, Judgements
+from megatron_rl.rewards.shaping import overlong
 from megatron_rl.servers.scores import ask_all
 from megatron_rl.tasks import Prompt, Task, combine, encode_text
 from megatron_rl.tasks.chat import render
@@ -241,11 +242,6 @@ class Rewards:
         self._seen |= {
             name: torch.tensor(seen, dtype=torch.float64) for name, seen in state.items() if name in self._seen
         }
-
-
-def overlong(length: int, longest: int, buffer: int) -> float:
-    """DAPO's soft punishment (Yu et al. 2025, eq. 13): 0 up to longest - buffer tokens, from there on down to -1 at longest."""
-    return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
 def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling: str) -> list[float]:

@@ -17,7 +17,7 @@ from megatron_rl.config import OF_TOKENS, AlgorithmConfig, Config, DistillationC
 from megatron_rl.config.credentials import key_of
 from megatron_rl.config.registry import resolve
 from megatron_rl.data.packing import Batch, Labels
-from megatron_rl.data.trajectory import OVERLONG, Trajectory
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, minimum
 from megatron_rl.servers.scores import teacher_log_probs
@@ -37,11 +37,6 @@ def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return resolve("advantage", config.advantage, advantages.ADVANTAGES, "algorithm.advantage")
 
 
-def _given(trajectory: Trajectory) -> float:
-    """What `Advantages.of_responses` has given to each of its tokens."""
-    return float(trajectory["advantages"][0]) if trajectory.response_length else 0.0
-
-
 def _mean_and_std(count: float, total: float, squares: float) -> dict[str, float]:
     if not count:
         return {}
@@ -58,76 +53,54 @@ class Advantages:
 
     def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
         """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
-        self._rewards, self._trainer, self._critic = config.rewards, trainer, critic
-        self._bootstraps = config.algorithm.bootstrap_truncated and critic is not None and not config.zero_truncated
-        self._overlong_weight = config.data.rewards.get(OVERLONG, 1.0)
+        self._trainer, self._critic = trainer, critic
+        self._bootstraps = config.bootstraps_truncated
         self._config = algorithm = config.algorithm
         self._of_tokens = algorithm.advantage in OF_TOKENS
         self._shaped = algorithm.entropy_reward > 0 or (
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
         """Whether rewards of tokens come to those of responses."""
+        self._estimate = self._group_estimator()
+        """Advantages of responses within their groups, from their rewards alone; None where tokens are looked at first."""
         self._process = config.process_rewards
         self._process_weight = config.data.rewards.get(self._process or "", 1.0)
         self._timeout_s = config.rewards.timeout_s
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
-        self._returns: list[Tensor] = []
+        self.returns: list[Tensor] = []
+        """[L] what the critic is to learn of each update's labels; nothing without advantages along tokens."""
         self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         self._measured: Metrics = {}
 
     def of_responses(self, trajectories: list[Trajectory]) -> None:
         """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
 
-        What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
+        What is masked gets none, and the others' baseline leaves it out. Where rewards of tokens come first, there is none yet.
         """
         if self._teacher and self._teacher.address:
             key = key_of(self._teacher.api_key, "distillation.api_key")
             self._ask_teacher(self._teacher.address, key, trajectories)
-        judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
-        found = self._seen([self._outcome(t) for t in judged])
-        if self._config.advantage == "reinforce_plus_plus_baseline":
-            found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
-        elif not self._of_tokens and not self._shaped:
-            found = self._over_groups(estimator(self._config), judged, found)
-        mine = iter(found)
+        if self._estimate is None:
+            return
+        judged = [t for t in trajectories if not t.masked and not t.part]
+        mine = iter(self._over_groups(self._estimate, judged, [t.outcome_reward for t in judged]))
         advantage = 0.0
         for trajectory in trajectories:
             if not trajectory.part:
-                if trajectory.masked:
-                    advantage = 0.0
-                else:
-                    advantage = self._penalty(trajectory) if self._goes_on(trajectory) else next(mine)
+                advantage = 0.0 if trajectory.masked else next(mine)
             trajectory["advantages"] = advantage
+
+    def _group_estimator(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        if self._config.advantage == "reinforce_plus_plus_baseline":
+            return partial(advantages.group_relative, normalize=False)
+        return None if self._of_tokens or self._shaped else estimator(self._config)
 
     def _ask_teacher(self, address: str, key: str, trajectories: list[Trajectory]) -> None:
         """Errors: UserError on all processes, for a server that does not answer."""
         asked = [t for t in trajectories if not t.masked]
         ranks = self._trainer.ranks
         ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s, key=key), patient=True)
-
-    def _goes_on(self, trajectory: Trajectory) -> bool:
-        """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""
-        return self._bootstraps and trajectory.truncated
-
-    def _penalty(self, trajectory: Trajectory) -> float:
-        """The part of the reward that is about the length alone."""
-        return self._overlong_weight * trajectory.reward_parts.get(OVERLONG, 0.0)
-
-    def _outcome(self, trajectory: Trajectory) -> float:
-        """The reward of the whole, without what is paid at the ends of its steps."""
-        if self._process is None:
-            return trajectory.reward
-        return trajectory.reward - self._process_weight * trajectory.reward_parts[self._process]
-
-    def _seen(self, rewards: list[float]) -> list[float]:
-        """Rewards as advantages see them: within a limit, and of mean 0 and deviation 1 over the step, where that is wanted."""
-        values = torch.tensor(rewards, dtype=torch.float64)
-        if self._rewards.clip is not None:
-            values = values.clamp(-self._rewards.clip, self._rewards.clip)
-        if self._rewards.whiten:
-            (values,) = self._whitened([values], [torch.ones_like(values, dtype=torch.bool)])
-        return values.tolist()
 
     def _over_groups(
         self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
@@ -174,14 +147,9 @@ class Advantages:
         for of_update, batches, values in zip(labels, rollout_batch, found, strict=True):
             of_update.give(batches, "advantages", values.clamp(-self._limit, self._limit))
 
-    def update_critic(self, index: int) -> None:
-        """One update of the critic, by the returns of update `index`."""
-        if self._critic is not None:
-            self._critic.update(index, self._returns[index])
-
     def metrics(self) -> Metrics:
-        """Metrics of the advantages that this step learned from, and of its updates of the critic."""
-        return self._measured | (self._critic.metrics() if self._critic else {})
+        """Metrics of the advantages that this step learned from."""
+        return self._measured
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
         """advantage/*: as they are learned from, of all tokens of the step that count. found: before the limit."""
@@ -255,12 +223,12 @@ class Advantages:
     ) -> list[Tensor]:
         """[L] generalized advantages of each update; without a critic its values are 0, and lambda is 1: rewards to come."""
         scored = self._critic.score(rollout) if self._critic else [None] * len(rollout)
-        found, self._returns = [], []
+        found, self.returns = [], []
         for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
             mask = of_update.rows(of_update.of("loss_mask"))
-            final = torch.tensor([_given(t) for t in trajectories])
+            final = torch.tensor([self._final(t) for t in trajectories])
             rewards = advantages.token_rewards(final, mask, kl=-of_update.rows(of_tokens), kl_coefficient=1.0)
-            goes_on = torch.tensor([float(self._goes_on(t)) for t in trajectories])
+            goes_on = torch.tensor([float(self._bootstraps and t.truncated) for t in trajectories])
             before = torch.zeros_like(rewards) if values is None else of_update.rows(values.before)
             advantage, returns = advantages.generalized(
                 rewards,
@@ -271,8 +239,14 @@ class Advantages:
                 bootstrap=None if values is None else goes_on * values.last,
             )
             found.append(of_update.flat(advantage))
-            self._returns.append(of_update.flat(returns))
+            self.returns.append(of_update.flat(returns))
         return found
+
+    def _final(self, trajectory: Trajectory) -> float:
+        """What the last token of a response is paid: its reward, or where there is a baseline what it is above that."""
+        if self._estimate is None or not trajectory.response_length:
+            return trajectory.outcome_reward
+        return float(trajectory["advantages"][0])
 
     def _along_responses(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
@@ -286,7 +260,9 @@ class Advantages:
             [of_update.rows(of_tokens).sum(1) for of_update, of_tokens in zip(labels, shaping, strict=True)]
         )
         judged = [
-            (t, _given(t) + of_tokens) for t, of_tokens in zip(trajectories, sums.tolist(), strict=True) if not t.masked
+            (t, t.outcome_reward + of_tokens)
+            for t, of_tokens in zip(trajectories, sums.tolist(), strict=True)
+            if not t.masked
         ]
         mine = iter(
             self._over_groups(estimator(self._config), [t for t, _ in judged], [reward for _, reward in judged])
@@ -313,12 +289,8 @@ class Advantages:
 
     def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
         """Mean 0 and deviation 1 over the tokens of all ranks and updates that count."""
-        values, mask = torch.cat(found), torch.cat(masks)
-        count, total, _ = self._everyones(advantages.moments(values, mask))
-        shift = total / count.clamp(min=1)
-        moments = self._everyones(advantages.moments(values, mask, shift=shift))
-        whitened = advantages.whiten(values, moments, shift=shift)
-        return list(torch.where(mask, whitened, 0.0).split([len(part) for part in found]))
+        whitened = advantages.batch_normalized(torch.cat(found), torch.cat(masks), self._everyones)
+        return list(whitened.split([len(part) for part in found]))
 
     def _everyones(self, mine: Tensor) -> Tensor:
         return torch.stack(self._trainer.ranks.gather_from_leaders(mine)).sum(0)

@@ -19,10 +19,10 @@ from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.rewards import Rewards, _encoded, names_of, overlong, pooled
+from megatron_rl.rewards.rewards import Rewards, _encoded, names_of, pooled
+from megatron_rl.rewards.shaping import overlong, set_outcome_rewards
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt
-from megatron_rl.trainer.compute_advantages import Advantages
 from megatron_rl.trainer.scored_spans import with_last_state
 
 ALONE: Any = SimpleNamespace(gather_from_leaders=lambda value: [value], leaders_do=lambda work, patient=False: work())
@@ -180,9 +180,35 @@ def test_a_response_s_score_is_that_of_its_own_states(pooling):
 
 @pytest.mark.parametrize("whiten", [False, True])
 def test_advantages_see_rewards_within_a_limit_and_whitened(whiten):
-    _, config = later({}, clip=2.0, whiten=whiten)
+    """What is masked counts for nothing, and the sequences of a sample have one reward; the one that is logged stays."""
+    config = build_config({"rewards": {"clip": 2.0, "whiten": whiten}})
     rewards = np.random.default_rng().normal(0, 3, 50)
-    trainer: Any = SimpleNamespace(ranks=ALONE)
-    seen = Advantages(config, trainer, None)._seen(rewards.tolist())
+    first = [trajectory(reward=reward) for reward in rewards]
+    found = [one for t in first for one in (t, trajectory(part=1), trajectory(reward=9.0, masked=True))]
+    set_outcome_rewards(config, ALONE, found)
     expected = rewards.clip(-2, 2)
-    assert seen == pytest.approx((((expected - expected.mean()) / expected.std()) if whiten else expected).tolist())
+    expected = (expected - expected.mean()) / expected.std() if whiten else expected
+    for t, part, masked, outcome in zip(found[::3], found[1::3], found[2::3], expected, strict=True):
+        assert (
+            t.outcome_reward == part.outcome_reward == np.float32(t.outcome_reward) == pytest.approx(outcome, rel=1e-6)
+        )
+        assert masked.outcome_reward == 0.0
+    assert [t.reward for t in first] == rewards.tolist()
+
+
+def test_what_is_bootstrapped_is_paid_for_its_length_alone():
+    """With rewards of steps, the whole is paid what is left of its reward without them."""
+    models = {"steps": {"path": "m", "steps": True, "step_placement": "tokens"}}
+    config = build_config(
+        {
+            "algorithm": {"advantage": "gae", "bootstrap_truncated": True},
+            "data": {"rewards": {"steps": 0.5, "overlong": 3.0}},
+            "rewards": {"models": models, "overlong_buffer": 2},
+        }
+    )
+    parts = {"steps": 4.0, "overlong": -0.5}
+    found = [trajectory(reward=5.0, finish_reason=reason) for reason in ("stop", "length")]
+    for t in found:
+        t.reward_parts = parts
+    set_outcome_rewards(config, ALONE, found)
+    assert [t.outcome_reward for t in found] == [5.0 - 0.5 * 4.0, 3.0 * -0.5]

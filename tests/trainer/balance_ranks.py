@@ -15,6 +15,7 @@ from megatron_rl.data.balance import plan_updates, redistribute
 from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.distributed import parallel
+from megatron_rl.rewards.shaping import set_outcome_rewards
 from megatron_rl.run.run import Run
 from megatron_rl.trainer.compute_advantages import Advantages
 from tests.trainer import layouts
@@ -52,6 +53,7 @@ def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory],
     """As `train` has them after a collection: on leaders alone."""
     share = share_of(len(trajectories), ranks.data_rank, ranks.data_size)
     mine = [trajectories[i] for i in share] if ranks.is_leader else []
+    set_outcome_rewards(config, ranks, mine)
     Advantages(config, SimpleNamespace(ranks=ranks), None).of_responses(mine)
     return mine
 

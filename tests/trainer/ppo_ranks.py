@@ -20,6 +20,7 @@ from megatron_rl.data.packing import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures, merge, over_ranks
+from megatron_rl.rewards.shaping import set_outcome_rewards
 from megatron_rl.trainer.compute_advantages import Advantages
 from megatron_rl.trainer.critic import Critic, StateValues, everywhere
 from megatron_rl.trainer.hooks import UpdateContext
@@ -183,6 +184,7 @@ def advantages_of(
     whole = replace(trainer.config, algorithm=algorithm)
     whole = whole if of_steps else replace(whole, rewards=RewardsConfig())
     advantages = Advantages(whole, trainer, critic if algorithm.advantage == "gae" else None)
+    set_outcome_rewards(whole, ranks, mine)
     advantages.of_responses(mine)
     samples = redistribute(mine, updates, ranks)
     batches = [trainer.pack(of_update) for of_update in samples]
@@ -205,8 +207,8 @@ def advantages_of(
 
     found: dict[str, Any] = {"advantages": packed("advantages")}
     found |= {name: packed(name) for name in objective.needs}
-    if advantages._returns:
-        found["returns"] = by_number(trainer, samples, advantages._returns)
+    if advantages.returns:
+        found["returns"] = by_number(trainer, samples, advantages.returns)
     if scored:
         found["values"] = by_number(trainer, samples, [each.before for each in scored])
         last = [torch.repeat_interleave(each.last, one.lengths) for each, one in zip(scored, labels, strict=True)]
@@ -225,9 +227,10 @@ def step(
     )
     objective, updates = replace(Policy(config), kl_coefficient=kl.value), []
     for index, batches in enumerate(rollout_batch):
-        advantages.update_critic(index)
+        if critic:
+            critic.update(index, advantages.returns[index])
         updates.append(trainer.update(batches, objective, UpdateContext(index, rollout_batch)))
-    of_all = over_ranks(trainer.ranks, [advantages.metrics()])
+    of_all = over_ranks(trainer.ranks, [advantages.metrics() | (critic.metrics() if critic else {})])
     metrics = merge([of_all, *(update.metrics for update in updates)])
     metrics |= kl.update(updates, PROMPTS * SAMPLES)
     return made, figures(metrics), len(rollout_batch[0])

@@ -179,6 +179,8 @@ def rollout_command(config: Config) -> None:
         prompts = run.stream.next(config.batch.prompts_per_step)
         settings = config.rollout.demonstrations
         trajectories = engine.collect(prompts, step=0, top_log_probs=settings.top_log_probs)
+        run.rewards.verify(trajectories, prompts)
+        engine.record(trajectories, step=0)  # reward models and judges score what is loaded anew
         run.rewards.score(trajectories, prompts)
         rows = run.gather_from_leaders([_row(run, prompts, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))

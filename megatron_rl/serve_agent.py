@@ -29,7 +29,9 @@ def serve_agent(config: Config) -> None:
         assert isinstance(run.program, OpenAIAgents)
         run.program.function = _Served(run)
         engine.join()
-        trajectories = engine.ask([Prompt("by hand", "")], run.support, samples=1, seed="serve-agent")
+        prompts = [Prompt("by hand", "")]
+        trajectories = engine.ask(prompts, run.support, samples=1, seed="serve-agent")
+        run.rewards.verify(trajectories, prompts)
         file = run.folder / "agent.jsonl"
         write_responses(file, [readable(run.tokenizer, t) for t in trajectories])
         turns = sum(turn.role == "assistant" for t in trajectories for turn in t.turns)

@@ -9,7 +9,6 @@ from megatron_rl.config import Config
 from megatron_rl.data.balance import redistribute
 from megatron_rl.evaluate import evaluate
 from megatron_rl.report.step import log_step
-from megatron_rl.rewards.shaping import set_outcome_rewards
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.refresh import RefreshSchedule, measure, refresh_metrics
@@ -26,7 +25,7 @@ def train(config: Config) -> None:
         engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
-        advantages, rollouts = Advantages(config, trainer, run.critic), RolloutBuffer(run, engine)
+        advantages, rollouts = Advantages(config, trainer, run.critic), RolloutBuffer(run, engine, run.rewards.verify)
         run.keep_state_of(engine, rollouts)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
@@ -37,7 +36,6 @@ def train(config: Config) -> None:
 
             with clock("reward"):
                 run.rewards.score(trajectories, prompts, learns=True)
-                set_outcome_rewards(config, run.ranks, trajectories)
 
             with clock("log_probs"):
                 advantages.of_responses(trajectories)

@@ -406,11 +406,8 @@ class AgentCollection(Collection):
         """
         p = self._prompt_of(request)
         well_formed = float(not any(turn.malformed for talk in talks for turn in talk.turns))
-        treatment = self.agents.settings.on_truncation if ended in TRUNCATED else "score"
         parts = {name: float(value) for name, value in parts.items()} | {WELL_FORMED: well_formed}
-        if treatment == "zero":
-            parts = dict.fromkeys(self.agents.task.parts, 0.0)
-        masked = ended == "failure" or treatment == "mask"
+        masked = ended == "failure" or (ended in TRUNCATED and self.agents.settings.on_truncation == "mask")
         made = []
         for part, talk in enumerate(talks):
             found = talk.trajectory(

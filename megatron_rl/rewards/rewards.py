@@ -1,4 +1,4 @@
-"""Reward parts that look at finished responses: reward models (`rewards.models`), judges (`rewards.judges`), and length."""
+"""All of a reward behind one verb: verifiers, reward models (`rewards.models`), judges (`rewards.judges`), length, shaping."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megatron_rl.metrics.reduce import Metrics, mean
 from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.rewards.judge import Judge, Judgements
 from megatron_rl.rewards.shaping import overlong
+from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.servers.scores import ask_all
 from megatron_rl.tasks import Prompt, Task, combine, encode_text
 from megatron_rl.tasks.chat import render
@@ -45,12 +46,15 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def names_of(config: RewardsConfig) -> list[str]:
-    """Names of these parts."""
+    """Names of the parts that look at finished responses: of reward models, judges, and the length."""
     return [*config.models, *config.judges, *([OVERLONG] if config.overlong_buffer else [])]
 
 
 class Rewards:
-    """Adds these parts to the rewards of trajectories. Every process has one and calls it."""
+    """All of a reward: what verifiers, reward models, judges and the length say, and what advantages see of it.
+
+    Every process has one and calls it.
+    """
 
     def __init__(
         self,
@@ -59,12 +63,18 @@ class Rewards:
         task: Task,
         *,
         max_new_tokens: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         zero_truncated: bool = False,
+        shape: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         folder: Path | None = None,
     ) -> None:
-        """zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation). folder: keeps what judges say."""
+        """tokenizer: the policy's; None: samples bring what verifiers said of them (rollout.load).
+
+        zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation). shape: sets what advantages see
+        (`set_outcome_rewards`). folder: keeps what judges say.
+        """
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
-        self._zero_truncated = zero_truncated
+        self._tokenizer, self._zero_truncated, self._shape = tokenizer, zero_truncated, shape
         self.models: dict[str, Trainer] = {}
         """Those that the trainer's processes score by; `build` makes them."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
@@ -108,16 +118,35 @@ class Rewards:
         learns: bool = False,
         task: Task | None = None,
     ) -> None:
-        """Set the parts, and the rewards anew, of this leader's trajectories. prompts: those that their group ids count.
+        """Set parts and rewards of this leader's trajectories. prompts: those that their group ids count. Collective.
 
-        task: which weighs them, where it is not the run's.
+        task: which verifies and weighs them, where it is not the run's.
 
         learns: the scores are normalized, count for the mean and deviation by which they are, and are clipped; those of an
-        evaluation are neither, so that all evaluations of a run have one scale. What is masked is not scored.
+        evaluation are neither, so that all evaluations of a run have one scale. What is masked is not scored. `outcome_reward`
+        is set too.
         Errors: UserError on all processes, for a server that does not answer.
         """
-        if not names_of(self._config):
-            return
+        task = task or self._task
+        self.verify(trajectories, prompts, task)
+        if names_of(self._config):
+            self._score_finished(trajectories, prompts, task, learns=learns)
+        if learns:
+            self._shape(trajectories)
+
+    def verify(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], task: Task | None = None) -> None:
+        """Have this leader's trajectories judged by the task's verifiers, unless they have been. `score` does so too.
+
+        Errors: UserError for a reward part that the task does not have.
+        """
+        if self._tokenizer is not None:
+            options = {"zero_truncated": self._zero_truncated}
+            give_rewards(task or self._task, self._tokenizer, prompts, trajectories, **options)
+
+    def _score_finished(
+        self, trajectories: list[Trajectory], prompts: Sequence[Prompt], task: Task, *, learns: bool
+    ) -> None:
+        """Add the parts of reward models, judges and the length, and weigh all parts anew."""
         self._measured = {} if learns else self._measured
         self._ask_judges(trajectories, prompts, learns=learns)
         judged = [t for t in trajectories if self._counts(t)]
@@ -140,7 +169,7 @@ class Rewards:
                 t.reward_parts = first.reward_parts
             else:
                 first = t
-            t.reward = combine(t.reward_parts, (task or self._task).weights)
+            t.reward = combine(t.reward_parts, task.weights)
 
     def _counts(self, t: Trajectory) -> bool:
         return not t.part and not t.masked and not (self._zero_truncated and t.truncated)

@@ -1,4 +1,4 @@
-"""The rewards of responses."""
+"""What verifiers, and the environments of conversations, say of responses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from megatron_rl.tasks import Prompt, Task, combine
 
 
 def give_rewards(
-    task: Task, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], trajectories: list[Trajectory]
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    trajectories: list[Trajectory],
+    *,
+    zero_truncated: bool = False,
 ) -> list[Trajectory]:
     """The trajectories with text, reward parts and reward. prompts: those that their group ids count.
 
     What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored. Parts
-    that come later are 0 here.
+    that come later are 0 here. zero_truncated: all parts of what a limit has ended are 0 (agent.on_truncation).
     """
     now, later = set(task.parts) - set(task.later_parts), dict.fromkeys(task.later_parts, 0.0)
     for t in trajectories:
         if not t.turns:
             t.text = str(tokenizer.decode(t.tokens[t.prompt_length :].tolist(), skip_special_tokens=True))
+        if zero_truncated and t.truncated:
+            t.reward_parts = dict.fromkeys(task.parts, 0.0)
     asked = [t for t in trajectories if not t.part and not t.masked and not t.reward_parts.keys() >= now]
     scored = task.score([prompts[t.group_id] for t in asked], [t.text for t in asked], [t.truncated for t in asked])
     for t, parts in zip(asked, scored, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,11 @@ class RolloutBuffer:
     of the data stream behind them, so that a run that goes on asks for the same prompts again.
     """
 
-    def __init__(self, run: RunContext, engine: Engine) -> None:
-        self._run, self._engine = run, engine
+    def __init__(
+        self, run: RunContext, engine: Engine, verify: Callable[[list[Trajectory], Sequence[Prompt]], None]
+    ) -> None:
+        """verify: sets what verifiers say of trajectories, where dynamic sampling or a record needs it before the rest."""
+        self._run, self._engine, self._verify = run, engine, verify
         self._settings = run.config.rollout.dynamic_sampling
         self._batches: deque[_Batch] = deque()
         self._groups: Groups | None = None
@@ -61,8 +64,7 @@ class RolloutBuffer:
         batch = self._batches[0]
         assert batch.asked is not None
         asked, batch.asked = batch.asked, None  # its answers are the trainer's alone
-        trajectories = self._engine.finish(asked)
-        prompts = asked.prompts
+        prompts, trajectories = self._finish(asked)
         if self._settings.max_rounds and not config.rollout.load:
             prompts, trajectories = self._with_spread(prompts, trajectories, run.step)
         self._engine.record(trajectories, run.step)
@@ -81,7 +83,13 @@ class RolloutBuffer:
                 return groups.chosen()
             wanted = prompts_to_ask(groups.missing, settings.over_sampling)
             asked = self._engine.begin(run.stream.next(self._asked(wanted)), step, round=groups.rounds, wanted=wanted)
-            trajectories, prompts = self._engine.finish(asked), asked.prompts
+            prompts, trajectories = self._finish(asked)
+
+    def _finish(self, asked: PendingRollout) -> tuple[Sequence[Prompt], list[Trajectory]]:
+        trajectories = self._engine.finish(asked)
+        if self._settings.max_rounds or self._run.config.rollout.record:
+            self._verify(trajectories, asked.prompts)
+        return asked.prompts, trajectories
 
     def _asked(self, wanted: int) -> int:
         """Prompts that are asked for so many groups, the first of which are taken."""

@@ -24,7 +24,6 @@ from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
 from megatron_rl.models.hf_folder import check_served
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.colocation import Colocation
 from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
@@ -258,14 +257,12 @@ class Engine:
         self._pusher.wake()
 
     def collect(self, prompts: Sequence[Prompt], step: int, *, top_log_probs: int = 0) -> list[Trajectory]:
-        """Trajectories of training step `step` (0-based), with rewards; every process calls it.
+        """Trajectories of training step `step` (0-based), not judged yet; every process calls it.
 
         Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
         top_log_probs: how many of the engine's likeliest tokens go with each token of a response.
         """
-        trajectories = self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
-        self.record(trajectories, step)
-        return trajectories
+        return self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
 
     def begin(
         self,
@@ -312,7 +309,7 @@ class Engine:
             trajectories = ranks.leaders_do(lambda: read_recorded(*arguments)) or []
             fresh = [t.weights == self._loaded[1] for t in trajectories]
         else:
-            trajectories = self._rewarded(asked)
+            trajectories = self._answers(asked)
             self._asked.remove(asked)
             self._look_at_versions(trajectories, asked)
             # Routes of weights that the bound allows are replayed: those that the engine went, as of every older sample.
@@ -366,14 +363,14 @@ class Engine:
         seed: str,
         program: SingleTurn | None = None,
     ) -> list[Trajectory]:
-        """`samples` responses to each of `prompts`, which are the same everywhere, with rewards; every process calls it.
+        """`samples` responses to each of `prompts`, which are the same everywhere, not judged yet; every process calls it.
 
         Each data-parallel leader gets its share of them, others none. A group is a prompt's place in `prompts`; several
         leaders may share it. seed: says which draws these are, beside config.seed: the same one draws the same again.
         program: in the place of the run's. When the child servers die, they are restarted with the current weights, and what
         was not answered is asked again.
         """
-        return self._rewarded(
+        return self._answers(
             self._begin(
                 prompts,
                 support,
@@ -476,7 +473,7 @@ class Engine:
         arguments = (asked.collection, self.client, self.run.ranks, self._revive)
         generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
 
-    def _rewarded(self, asked: PendingRollout) -> list[Trajectory]:
+    def _answers(self, asked: PendingRollout) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
         try:
             self._complete(asked)
@@ -485,16 +482,14 @@ class Engine:
             raise
         asked.program.check(asked.collection)
         self._retries += asked.collection.retries
-        if asked.first is None:
-            return give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, asked.collection.trajectories())
-        return self._first(asked, asked.first)
+        return asked.collection.trajectories() if asked.first is None else self._first(asked, asked.first)
 
     def _first(self, asked: PendingRollout, first: FirstGroups) -> list[Trajectory]:
         """The trajectories of the groups that are taken, which become the prompts of what was asked."""
         collection, place = asked.collection, {group: number for number, group in enumerate(first.taken)}
         requests = collection.requests
         collection.keep(place)
-        found = give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, collection.trajectories())
+        found = collection.trajectories()
         for trajectory in found:
             trajectory.group_id = place[trajectory.group_id]
         asked.prompts = [asked.prompts[group] for group in place]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
@@ -36,6 +37,7 @@ from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.models.precision import slow_bf16, this_machine
 from megatron_rl.rewards.rewards import Rewards, names_of
+from megatron_rl.rewards.shaping import set_outcome_rewards
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sample_journal import PENDING, delete_journal
 from megatron_rl.run.run_lock import lock, make_private
@@ -165,7 +167,9 @@ class Run:
             self.ranks,
             self.task,
             max_new_tokens=config.rollout.max_new_tokens,
+            tokenizer=None if config.rollout.load else self.tokenizer,
             zero_truncated=config.zero_truncated,
+            shape=partial(set_outcome_rewards, config, self.ranks),
             folder=self.folder / "judgements" if kind == "train" else None,
         )
         if kind in ("train", "ask"):

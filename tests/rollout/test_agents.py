@@ -466,7 +466,9 @@ def test_limits_end_conversations(server, world, treatment):
     ends = list(range(100, 300))  # no end tokens of the template's: its separator comes first
     asked = collection(agents, prompts, max_new_tokens=90, stop_token_ids=ends)
     asked.run(client_of(server))
-    trajectories = give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
+    zero = treatment == "zero"
+    answers = asked.trajectories()
+    trajectories = give_rewards(agents.task, agents.tokenizer, prompts, answers, zero_truncated=zero)
     endings = Counter(t.finish_reason for t in trajectories)
     assert endings["stop"] and endings["turns"] and set(endings) <= {"stop", "turns", "tokens"}
     for t in trajectories:

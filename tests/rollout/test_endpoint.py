@@ -51,7 +51,8 @@ def world(reference, monkeypatch, server):
             asked.run(client_of(server))
             assert asked.complete
             agents.check(asked)
-            return give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories()), asked
+            zero = {"zero_truncated": agents.config.zero_truncated}
+            return give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories(), **zero), asked
 
         return agents, collect
 

@@ -63,9 +63,9 @@ KINDS: dict[str, Kind] = {
     "dpo": "dpo",
     "prune": "prune",
     "quantize": "quantize",
-    "eval": "ask",
-    "rollout": "ask",
-    "serve-agent": "ask",
+    "eval": "sample",
+    "rollout": "sample",
+    "serve-agent": "sample",
 }
 """Commands that run a config on trainer processes."""
 KEYS = (
@@ -393,7 +393,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.certify.choice import certified
 
         config = certified(config, args.prompts, args.tokens)
-    kind = KINDS.get(args.command, "ask")
+    kind = KINDS.get(args.command, "sample")
     kind = "score" if args.command == "eval" and config.eval.likelihood else kind
     if args.command == "rollout":
         from megatron_rl.checks.keys import check_demonstrations

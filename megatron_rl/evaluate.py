@@ -147,7 +147,7 @@ def evaluate_command(config: Config) -> None:
 
     `megatron-rl report` compares several such folders.
     """
-    with Run(config, kind="ask") as run:
+    with Run(config, kind="sample") as run:
         if not run.evaluates:
             raise UserError(
                 f"data: task '{config.data.task}' has no held-out prompts to evaluate on (eval.prompts ="
@@ -173,7 +173,7 @@ def rollout_command(config: Config) -> None:
     folder = config.run_dir / "rollouts"
     if (config.run_dir / METRICS_FILE).exists():
         raise UserError(f"rollout: {config.run_dir} is the folder of a training run; choose another --name")
-    with Run(config, kind="ask") as run, Engine(run) as engine:
+    with Run(config, kind="sample") as run, Engine(run) as engine:
         run.build_scorers()
         engine.join()
         prompts = run.stream.next(config.batch.prompts_per_step)

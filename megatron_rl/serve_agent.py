@@ -25,7 +25,7 @@ def serve_agent(config: Config) -> None:
     """
     agent = replace(config.agent, function=f"{__name__}:{wait.__name__}", time_limit_s=1e9)
     rollout = replace(config.rollout, program="openai_agent", request_timeout_s=1e9)
-    with Run(replace(config, agent=agent, rollout=rollout), kind="ask") as run, Engine(run) as engine:
+    with Run(replace(config, agent=agent, rollout=rollout), kind="sample") as run, Engine(run) as engine:
         assert isinstance(run.program, OpenAIAgents)
         run.program.function = _Served(run)
         engine.join()

@@ -38,12 +38,12 @@ def train(config: Config) -> None:
                 run.rewards.score(trajectories, prompts, learns=True)
 
             with clock("log_probs"):
-                advantages.of_responses(trajectories)
+                advantages.compute_group_advantages(trajectories)
                 samples = redistribute(trajectories, config.batch.updates_per_step, run.ranks)
                 rollout_batch = [trainer.pack(of_update) for of_update in samples]
                 for index, batches in enumerate(rollout_batch):
                     trainer.compute_fields(batches, objective.needs, UpdateContext(index, rollout_batch))
-                advantages.of_tokens(samples, rollout_batch, run.kl.value)
+                advantages.compute_token_advantages(samples, rollout_batch, run.kl.value)
 
             with clock("train"):
                 updates = []

@@ -40,7 +40,7 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
     asks for equality and something is unequal, else 0. Errors: UserError naming the key of what cannot be certified.
     """
     config = certified(config, prompts, tokens)
-    with Run(config, kind="ask") as run:
+    with Run(config, kind="sample") as run:
         check_served(config, run.hf_config, pushes=False)
         asked = run.stream.next(prompts)
         of_engine: list[Sides] = []  # on rank 0 alone, as they are large

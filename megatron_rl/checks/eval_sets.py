@@ -14,7 +14,7 @@ from megatron_rl.rewards.rewards import names_of
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt, Task, build_task, fitting
 
-EVALUATED: tuple[Kind, ...] = ("train", "sft", "score", "ask")
+EVALUATED: tuple[Kind, ...] = ("train", "sft", "score", "sample")
 """Kinds of runs that evaluate several sets; others look at the held-out prompts of the section data alone."""
 OVERRIDES = ("verifier", "prompt_key", "answer_key", "response_key", "template", "chat", "rewards")
 """Keys of a set that come before those of the section data."""

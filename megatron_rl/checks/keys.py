@@ -45,7 +45,7 @@ def check_preference_keys(config: Config, kind: Kind) -> None:
             "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
             " name a reward model, a judge (rewards.judges), a teacher (distillation.teacher), or another verifier"
         )
-    if kind not in ("train", "ask"):
+    if kind not in ("train", "sample"):
         return
     for name, model in config.rewards.models.items():
         if model.path is None and model.address is None:

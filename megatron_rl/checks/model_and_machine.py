@@ -45,7 +45,7 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
     """
     hf_config = read_hf_config(config.model.path)
     machine, from_data = this_machine(), kind in OFFLINE
-    check_precision(config.precision, machine, trains=kind != "ask", rolls_out=not from_data)
+    check_precision(config.precision, machine, trains=kind != "sample", rolls_out=not from_data)
     check_parallel(hf_config, config.parallel, world_size)
     check_identical(config, hf_config, machine)
     if not from_data:
@@ -74,7 +74,7 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
         _check_weights(config, hf_config, kind)
         check_routers(config, hf_config, kind)
         check_lora(config, hf_config, kind)
-    if kind != "ask":
+    if kind != "sample":
         _check_packages(config, machine)
         _check_kernels(config, hf_config, machine)
         activate_flash(config, hf_config, machine)
@@ -174,7 +174,7 @@ def _check_places(config: Config, kind: Kind) -> None:
     if kind in OFFLINE or rollout.load or rollout.external:
         return
     places = place_here(config, trains=kind == "train")
-    if kind == "ask":
+    if kind == "sample":
         return
     if config.sync.transport == "tensor":  # the bucket lies on the first process's GPU
         far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]

@@ -60,8 +60,8 @@ def read_places(config: Config, reader: Reader) -> dict[Place, str]:
         "critic": reader == "train" and config.algorithm.advantage == "gae",
         "dpo": reader == "dpo",
         "distillation": reader in ("train", "sft"),
-        "rewards": reader in ("train", "ask"),
-        "rollout": reader == "server" or (reader in ("train", "ask") and not config.rollout.external),
+        "rewards": reader in ("train", "sample"),
+        "rollout": reader == "server" or (reader in ("train", "sample") and not config.rollout.external),
     }
     return {place: text for place, text in model_places(config).items() if reads[str(place[0])]}
 

@@ -30,7 +30,7 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
         _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
     if kind == "train":
         _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
-    if kind in ("train", "ask"):
+    if kind in ("train", "sample"):
         _check_scorers(config, kind, world_size)
 
 

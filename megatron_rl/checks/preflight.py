@@ -82,7 +82,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
             "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
             " micro-batches do not have; use alltoall"
         )
-    if kind == "ask" and config.precision.rollout == "fp8":
+    if kind == "sample" and config.precision.rollout == "fp8":
         raise UserError(
             "config: precision.rollout = fp8 quantizes weights when they are pushed, and eval and rollout push none;"
             " set precision.rollout to bf16"
@@ -329,7 +329,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
         _check_waits(config, world_size)
     if kind in OFFLINE or rollout.load or rollout.external:
         return
-    if kind == "ask" or config.sync.transport == "disk":
+    if kind == "sample" or config.sync.transport == "disk":
         return
     if rollout.colocate and config.sync.transport == "distributed":
         raise UserError(

@@ -9,14 +9,14 @@ from typing import Literal
 from megatron_rl.config import BatchConfig, Config, ParallelConfig, VP2OConfig
 from megatron_rl.errors import UserError
 
-Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "ask"]
+Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "sample"]
 """All but ask (eval, rollout), which only asks the engine, and quantize build the trainer; prune and score (eval.likelihood)
 for passes alone."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
 OFFLINE = ("sft", "reward", "dpo", "prune", "score", "quantize")
 """Kinds that need data alone, without an engine."""
-READ_ONLY = ("prune", "score", "quantize", "ask")
+READ_ONLY = ("prune", "score", "quantize", "sample")
 """Kinds that train nothing, and leave a run's checkpoints as they are."""
 
 

@@ -172,7 +172,7 @@ class Run:
             shape=partial(set_outcome_rewards, config, self.ranks),
             folder=self.folder / "judgements" if kind == "train" else None,
         )
-        if kind in ("train", "ask"):
+        if kind in ("train", "sample"):
             self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])
         self.critic: Critic | None = None
         """Of PPO; after `build`."""

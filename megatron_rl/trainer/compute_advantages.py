@@ -73,7 +73,7 @@ class Advantages:
         self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         self._measured: Metrics = {}
 
-    def of_responses(self, trajectories: list[Trajectory]) -> None:
+    def compute_group_advantages(self, trajectories: list[Trajectory]) -> None:
         """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
 
         What is masked gets none, and the others' baseline leaves it out. Where rewards of tokens come first, there is none yet.
@@ -114,7 +114,7 @@ class Advantages:
         first = sum(len(part) for part in parts[: ranks.data_rank])
         return estimate(everyones, groups).tolist()[first : first + len(mine)]
 
-    def of_tokens(
+    def compute_token_advantages(
         self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
     ) -> None:
         """Set the advantages of each update's batches, where more is made of them than those of whole responses.

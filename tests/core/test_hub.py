@@ -285,7 +285,7 @@ def test_every_key_that_names_a_folder_of_a_model_takes_an_id():
         ("sft", {"model", "lora", "distillation"}),
         ("reward", {"model", "lora"}),
         ("dpo", {"model", "lora", "dpo"}),
-        ("ask", {"model", "rewards", "rollout"}),
+        ("sample", {"model", "rewards", "rollout"}),
         ("prune", {"model"}),
         ("score", {"model"}),
         ("quantize", {"model"}),

@@ -41,7 +41,7 @@ def test_the_table_speaks_of_what_the_command_does():
         assert plan(2, {"epochs": epochs}).lines("train")[2].endswith(ending)
     alone = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 1})
     assert alone.lines("sft") == [processes, "demonstrations       8 per step, in one update"]
-    assert alone.lines("ask") == [processes]
+    assert alone.lines("sample") == [processes]
 
 
 @pytest.mark.parametrize(

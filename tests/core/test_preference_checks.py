@@ -64,18 +64,18 @@ REFUSED = {
         r"rewards\.models\.liked has neither a path nor an",
     ),
     "steps of a whole": (
-        "ask",
+        "sample",
         {"rewards": {"models": {"liked": {"address": "http://host:1", "step_aggregation": "mean"}}}},
         r"rewards\.models\.liked\.step_aggregation = mean does nothing: rewards\.models\.liked\.steps is false",
     ),
     "steps by a server": (
-        "ask",
+        "sample",
         {"rewards": {"models": {"liked": {"address": "http://host:1", "steps": True}}}},
         r"rewards\.models\.liked\.steps: .* leave address out",
     ),
     **{
         f"a judge {name}": (
-            "ask",
+            "sample",
             {"rewards": {"judges": {"wise": {"address": "http://h:1/v1", "model": "m"} | keys}}},
             said,
         )
@@ -104,7 +104,7 @@ REFUSED = {
         }.items()
     },
     "two of a name": (
-        "ask",
+        "sample",
         {
             "rewards": {
                 "models": {"wise": {"address": "http://host:1"}},
@@ -217,7 +217,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     for advantage in ("gae", "reinforce_plus_plus", "grpo", "dr_grpo"):
         check("train", rewards=models, algorithm={"advantage": advantage})
     for advantage in ("rloo", "tilt", "reinforce_plus_plus_baseline", "somewhere:mine"):
-        check("ask", rewards=models, algorithm={"advantage": advantage})
+        check("sample", rewards=models, algorithm={"advantage": advantage})
         with pytest.raises(
             UserError, match=rf"algorithm\.advantage = {advantage} knows no rewards of steps; set one of gae"
         ):
@@ -271,4 +271,4 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     with pytest.raises(UserError, match=r"rewards\.models\.liked\.path = .*: has another tokenizer than"):
         check("train", rewards={"models": {"liked": {"path": str(foreign)}}})
     with pytest.raises(UserError, match=r"rewards\.models\.liked\.path = nowhere: does not exist"):
-        check("ask", rewards={"models": {"liked": {"path": "nowhere"}}})
+        check("sample", rewards={"models": {"liked": {"path": "nowhere"}}})

@@ -525,7 +525,7 @@ def test_a_warm_up_is_of_the_commands_own_updates(kind, tiny_model, monkeypatch)
         UserError, match=rf"batch\.epochs = 2 is of reinforcement learning, and megatron-rl {kind} goes"
     ):
         look(kind, 0, epochs=2)
-    look("ask", 3, epochs=2)
+    look("sample", 3, epochs=2)
     look("train", 5, epochs=2)
 
 
@@ -615,7 +615,7 @@ def test_min_p_is_the_prunings_rho():
 def test_an_evaluation_corrects_nothing(tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     changes = REFUSED["veto with bypass"][0]
-    preflight(build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes}), "ask")
+    preflight(build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes}), "sample")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -689,7 +689,7 @@ def test_a_push_ends_within_the_patience_of_the_other_processes(tiny_model, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*make the former larger"):
         preflight(config, "train")
-    preflight(config, "ask")
+    preflight(config, "sample")
 
 
 def test_weights_reach_gpus_with_peer_access_alone(monkeypatch):
@@ -732,7 +732,7 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
             preflight(build_config({"model": {"path": str(folder)}}), kind)
         assert "\n" not in str(refusal.value)
     preflight(build_config({"model": {"path": str(folder), "kernels": "any"}}), "train")
-    preflight(build_config({"model": {"path": str(folder)}}), "ask")  # builds no model here
+    preflight(build_config({"model": {"path": str(folder)}}), "sample")  # builds no model here
     monkeypatch.setattr(
         "megatron_rl.checks.model_and_machine.this_machine", lambda: Machine(None, None, "0.47.0", "13.0")
     )

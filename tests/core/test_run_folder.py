@@ -96,7 +96,7 @@ def test_a_resumed_run_names_the_keys_that_differ(model, tmp_path, capsys, alone
 def test_a_folder_of_before_becomes_its_owners_alone(model, tmp_path, alone):
     folder = tmp_path / "one"
     folder.mkdir(mode=0o755)
-    with Run(config_of(model, tmp_path), kind="ask"):
+    with Run(config_of(model, tmp_path), kind="sample"):
         assert folder.stat().st_mode & 0o777 == 0o700
 
 

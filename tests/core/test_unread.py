@@ -42,7 +42,7 @@ IN_RL += ["rollout.sampling.temperature", "rollout.server.threads"]
             "dpo",
             ["distillation.temperature", "quantize.keep_layers", "reward_model.center", "sft.label_smoothing", *IN_RL],
         ),
-        *((kind, []) for kind in ("prune", "score", "quantize", "ask")),
+        *((kind, []) for kind in ("prune", "score", "quantize", "sample")),
     ],
 )
 def test_keys_that_are_set_and_not_read_are_named(kind, wanted):

@@ -119,12 +119,12 @@ def test_a_run_is_refused_before_anything_starts(tiny_model, monkeypatch):
     for kind in ("train", "sft"):
         with pytest.raises(UserError, match="precision.train = mxfp8 needs"):
             checks.preflight(mxfp8, kind)
-    checks.preflight(mxfp8, "ask")
+    checks.preflight(mxfp8, "sample")
     rollout = build_config({"model": model, "precision": {"rollout": "fp8"}})
     checks.preflight(rollout, "train")
     checks.preflight(rollout, "sft")
     with pytest.raises(UserError, match="precision.rollout = fp8 quantizes weights when they are pushed"):
-        checks.preflight(rollout, "ask")
+        checks.preflight(rollout, "sample")
     monkeypatch.setattr(model_and_machine, "this_machine", lambda: MACHINES["cpu alone"])
     with pytest.raises(UserError, match="precision.rollout = fp8 needs nvidia-modelopt"):
         checks.preflight(rollout, "train")

@@ -154,7 +154,7 @@ def versions(engine: Engine) -> list[str]:
 def test_a_server_of_several_is_restarted_alone(model, tmp_path):
     config = config_of(model, tmp_path, max_new_tokens=40)
     try:
-        with Run(config, kind="ask") as run, Engine(run) as engine:
+        with Run(config, kind="sample") as run, Engine(run) as engine:
             first, second = engine._children.servers
             engine.join()
             prompts = run.stream.next(4)

@@ -185,10 +185,10 @@ def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
     wrong = replace(fits, precision=replace(fits.precision, fp32_lm_head=True))
     label(server, FROM_FOLDER)  # other tests push to it
     try:
-        with Run(fits, kind="ask") as run, Engine(run) as engine:
+        with Run(fits, kind="sample") as run, Engine(run) as engine:
             engine.join()
         refused = pytest.raises(UserError, match=f"{server.address} runs without --enable-fp32-lm-head")
-        with Run(wrong, kind="ask") as run, Engine(run) as engine, refused:
+        with Run(wrong, kind="sample") as run, Engine(run) as engine, refused:
             engine.join()
     finally:
         parallel.shutdown()

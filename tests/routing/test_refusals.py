@@ -53,7 +53,7 @@ def test_a_source_that_cannot_work_is_refused(case, tiny_model, monkeypatch):
     config = build_config({**changes, "model": model})
     with pytest.raises(UserError, match=message):
         preflight(config, "train")
-    preflight(config, "ask")  # an evaluation replays nothing
+    preflight(config, "sample")  # an evaluation replays nothing
 
 
 def test_the_choices_of_the_config_are_those_of_the_code():

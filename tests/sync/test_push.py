@@ -413,7 +413,7 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             told.append(len(exports))
 
     try:
-        with Run(config, kind="ask") as run, Engine(run) as engine:
+        with Run(config, kind="sample") as run, Engine(run) as engine:
             engine.join()
             engine.push(Exporter(), version=3)
             assert figures(engine.metrics())["rollout/restarts"] == 1 and len(exports) == 2

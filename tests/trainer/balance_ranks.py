@@ -54,7 +54,7 @@ def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory],
     share = share_of(len(trajectories), ranks.data_rank, ranks.data_size)
     mine = [trajectories[i] for i in share] if ranks.is_leader else []
     set_outcome_rewards(config, ranks, mine)
-    Advantages(config, SimpleNamespace(ranks=ranks), None).of_responses(mine)
+    Advantages(config, SimpleNamespace(ranks=ranks), None).compute_group_advantages(mine)
     return mine
 
 

@@ -54,7 +54,7 @@ def update_once(config: Config, samples: list[Sequence], *, policy: bool = False
     trainer.compute_fields(batches, objective.needs)
     found: dict = {}
     if policy:
-        Advantages(config, trainer, None).of_tokens([mine], [batches], 0.0)
+        Advantages(config, trainer, None).compute_token_advantages([mine], [batches], 0.0)
         found["advantages"] = Labels(mine).collect(batches, [batch.fields["advantages"] for batch in batches])
         if config.distillation.placement == "advantage":
             found["teacher"] = everywhere(trainer, Labels(mine), batches, "teacher_log_probs")

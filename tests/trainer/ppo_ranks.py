@@ -185,7 +185,7 @@ def advantages_of(
     whole = whole if of_steps else replace(whole, rewards=RewardsConfig())
     advantages = Advantages(whole, trainer, critic if algorithm.advantage == "gae" else None)
     set_outcome_rewards(whole, ranks, mine)
-    advantages.of_responses(mine)
+    advantages.compute_group_advantages(mine)
     samples = redistribute(mine, updates, ranks)
     batches = [trainer.pack(of_update) for of_update in samples]
     objective = Policy(whole)
@@ -195,7 +195,7 @@ def advantages_of(
     if critic:
         score = critic.score
         critic.score = lambda rollout: (scored.extend(score(rollout)), scored)[1]
-    advantages.of_tokens(samples, batches, algorithm.kl.coefficient)
+    advantages.compute_token_advantages(samples, batches, algorithm.kl.coefficient)
     if critic:
         critic.score = score
     labels = [Labels(of_update) for of_update in samples]

@@ -172,7 +172,7 @@ def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model, tin
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["ask", "score"])
+@pytest.mark.parametrize("kind", ["sample", "score"])
 def test_what_looks_at_the_model_alone_does_not_take_adapters(kind, model):
     """An evaluation of the base would be taken for one of the adapters."""
     config = build_config({"model": {"path": model}, "lora": {"rank": 4, "path": "adapter"}})

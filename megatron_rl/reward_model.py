@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -38,8 +37,7 @@ def reward(config: Config) -> None:
     with Run(config, kind="reward") as run:
         kind = check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
         trainer = run.build()
-        separator = config.data.step_separator if kind == "steps" else None
-        trainer.model = replace(trainer.model, step_separator=separator)  # its folder says by what responses are parted
+        trainer.part_steps_by(config.data.step_separator if kind == "steps" else None)
         mark = partial(places, pooling=config.reward_model.pooling)
         held_out = held_out_comparisons(run.eval_sets[0].held_out, run.program, config.rollout.context_length)
 

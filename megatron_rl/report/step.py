@@ -67,7 +67,7 @@ def log_line(
         mine += [{name: total(seconds) for name, seconds in times.items()}, *(update.metrics for update in updates)]
     found = figures(over_ranks(run.ranks, mine))
     run.logger.log_step(run.step, found)
-    run.idle_steps = idle_steps(run.idle_steps, len(updates), found)
+    run.record_idle(idle_steps(run.idle_steps, len(updates), found))
 
 
 def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:

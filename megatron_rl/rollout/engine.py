@@ -145,18 +145,6 @@ class Engine:
             return servers.addresses, servers.key
 
         addresses, key = ranks.main_does(wait, patient=True)
-        self.client = SGLangClient(
-            addresses,
-            concurrency=rollout.concurrency,
-            timeout_s=rollout.request_timeout_s,
-            retries=rollout.retries,
-            lost=servers.lost,
-            health=(rollout.health_check_interval_s, rollout.health_check_timeout_s),
-            adapter=SERVED if serves_adapters(self.config) and self.trains else None,
-            run=self.run.id,
-            key=key,
-            vocabulary=self.run.hf_config.vocab_size,
-        )
         sync = self._make_sync(addresses, key)
         self._stack.callback(sync.close)
         self._stack.callback(self._cancel)
@@ -165,7 +153,7 @@ class Engine:
         )
 
         def moved(addresses: list[str]) -> None:
-            self.client.addresses = addresses
+            self.client.move(addresses)
             sync.move(addresses)
 
         make_room = self._turns.make_room
@@ -182,9 +170,21 @@ class Engine:
         )
         # What is asked again may come to a server that was started anew, before it has this run's weights. A run that claims to
         # be on-policy stops at an external one with other weights; others push again.
-        if self.trains and not (rollout.external and self.config.algorithm.on_policy):
-            self.client.versions = self._pusher.digests.keys()
-        self.client.pushed = lambda: self._pusher.latest
+        guarded = self.trains and not (rollout.external and self.config.algorithm.on_policy)
+        self.client = SGLangClient(
+            addresses,
+            concurrency=rollout.concurrency,
+            timeout_s=rollout.request_timeout_s,
+            retries=rollout.retries,
+            lost=servers.lost,
+            health=(rollout.health_check_interval_s, rollout.health_check_timeout_s),
+            adapter=SERVED if serves_adapters(self.config) and self.trains else None,
+            run=self.run.id,
+            key=key,
+            vocabulary=self.run.hf_config.vocab_size,
+            versions=self._pusher.digests.keys() if guarded else None,
+            pushed=lambda: self._pusher.latest,
+        )
         self._stack.push(self._leave)
 
     def _make_sync(self, addresses: list[str], key: str) -> WeightSync | AdapterSync:
@@ -227,7 +227,7 @@ class Engine:
         """
         if not self.config.rollout.load:
             self._turns.attach(trainer)
-            self._pusher.now = version
+            self._pusher.note_step(version)
             # Adapters have no pause: a request that comes while they are exchanged finds none.
             if not self.config.rollout.partial_rollout or serves_adapters(self.config):
                 self._wait_for_all()
@@ -282,7 +282,7 @@ class Engine:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
             return PendingRollout(prompts, nothing, Future(), step, self.run.program, round)
         if self.trains:
-            self._pusher.now = self.run.step
+            self._pusher.note_step(self.run.step)
         asked = self._begin(
             prompts,
             self.run.support,

@@ -42,7 +42,7 @@ class Pusher:
         self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
         self._run = run
         self._trainer: Trainer | None = None
-        self.now = 0
+        self._now = 0
         """Step of the trainer's weights: the next push is of them."""
         self.version = 0
         """Step of the weights that the servers have."""
@@ -53,9 +53,13 @@ class Pusher:
         self.sent = SyncStats(bytes=0, seconds=0.0, buckets=0, tensors=0)
         """The last push."""
 
+    def note_step(self, step: int) -> None:
+        """The trainer's weights are those of this step: where a server dies, they are what it is sent."""
+        self._now = step
+
     def push(self, trainer: Trainer, version: int) -> None:
         """Send weights to all servers and compare checksums; a server that has died is restarted first."""
-        self._trainer, self.now = trainer, version
+        self._trainer, self._now = trainer, version
         self._recovery.revive()
         self.again()
 
@@ -71,13 +75,13 @@ class Pusher:
                 self._turns.to_servers("weights")
                 unmerged = isinstance(self._sync, AdapterSync)
                 weights = self._trainer.export_adapters() if unmerged else self._trainer.export_weights()
-                digest, self.latest = WeightsDigest(self._dtype), str(self.now)
+                digest, self.latest = WeightsDigest(self._dtype), str(self._now)
                 if self._digests:
                     weights = digest.watch(weights)
-                self.digests.setdefault(str(self.now), "")  # answers may come before the push returns
-                self.sent = self._sync.push(weights, version_of(self._run, self.now))
-                self.version = self.now
-                self.digests[str(self.now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
+                self.digests.setdefault(str(self._now), "")  # answers may come before the push returns
+                self.sent = self._sync.push(weights, version_of(self._run, self._now))
+                self.version = self._now
+                self.digests[str(self._now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return

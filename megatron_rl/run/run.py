@@ -375,6 +375,10 @@ class Run:
         self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
         return self.current_clock
 
+    def record_idle(self, steps: int) -> None:
+        """Note how many of the last steps learned nothing."""
+        self.idle_steps = steps
+
     def record_score(self, score: float) -> None:
         """Note the score of the weights as they are, by which the best checkpoints are kept."""
         self.scores[self.step] = score

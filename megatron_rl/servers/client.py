@@ -298,6 +298,8 @@ class SGLangClient:
         run: str = "",
         key: str = "",
         vocabulary: int = MOST_VOCABULARY,
+        versions: Set[str] | None = None,
+        pushed: Callable[[], str | None] = lambda: None,
     ):
         """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
 
@@ -305,16 +307,14 @@ class SGLangClient:
         answered is asked of others, at once. adapter: name of that with which servers answer; None: the model as it is.
         run: id of the run whose weights they have; versions in replies are those of the run, its steps. key: of all servers;
         empty: they ask for none. vocabulary: size of the model's; a reply with a token outside of it is refused.
+        versions: weight versions of this run, as they grow; a server that answers with others was started anew, and its
+        answers are not taken; None: all are. pushed(): the version that the servers have been sent last, or are being sent;
+        None: it is not known.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
         self.addresses = [with_scheme(address) for address in addresses]
-        """May be set while nothing is asked."""
-        self.versions: Set[str] | None = None
-        """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
-        None: all do."""
-        self.pushed: Callable[[], str | None] = lambda: None
-        """Version of the weights that the servers have been sent last, or are being sent; None: it is not known."""
+        self.versions, self.pushed = versions, pushed
         self.slots, self.timeout_s, self.retries, self.lost = RequestSlots(concurrency), timeout_s, retries, lost
         self.step = 0
         self.aborted = False
@@ -325,6 +325,10 @@ class SGLangClient:
         """Fields of every request."""
         self.retried = 0
         """Retries since the client was made."""
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Ask other servers from now on; nothing is being asked."""
+        self.addresses = [*addresses]
 
     def copy(self, step: int) -> SGLangClient:
         """Another client of the same servers, for another event loop; both together keep to the concurrency.

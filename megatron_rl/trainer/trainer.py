@@ -174,6 +174,10 @@ class Trainer:
         """Let other models on the same ranks leave the device and come back with this one."""
         self.companions |= companions
 
+    def part_steps_by(self, separator: str | None) -> None:
+        """Let the folders that are saved of a process reward model say what parts the steps of a response."""
+        self.model = replace(self.model, step_separator=separator)
+
     def watch(self, interrupt: Interrupt) -> None:
         """Let this model and its companions give a step up when `interrupt` says so."""
         for trainer in (self, *self.companions.values()):

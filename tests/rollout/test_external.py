@@ -51,9 +51,7 @@ def ask(server: RolloutServer, run: str) -> Reply:
     """A response, as a run gets it that has pushed its steps 0 and 7."""
 
     async def answer() -> list[Reply]:
-        client = client_of(server, run=run)
-        client.versions = {"0", "7"}
-        async with client:
+        async with client_of(server, run=run, versions={"0", "7"}) as client:
             return await client.call([[5, 6, 7]], {"max_new_tokens": 4})
 
     [reply] = asyncio.run(answer())

@@ -139,8 +139,9 @@ def ask(
             share=share_of(prompts * samples, leader, leaders),
             **settings,
         )
-        client = SGLangClient([server.address for server in servers], timeout_s=timeout_s, **(options or {}))
-        client.versions = versions
+        client = SGLangClient(
+            [server.address for server in servers], timeout_s=timeout_s, versions=versions, **(options or {})
+        )
         collection.run(client)
         assert collection.complete and collection.responses == len(collection.share)
         found += collection.trajectories()

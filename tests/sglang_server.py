@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-import leftovers
+import orphans
 import supervise
 import zygote
 
@@ -53,7 +53,7 @@ def supervised(
         os.close(pipe)
     zygote.take_place(environment, os.getcwd(), sys.path)
     kept = _open_files()
-    with leftovers.own_folder() as changes:
+    with orphans.own_folder() as changes:
         keyed = supervise.with_key(command, {**environment, **changes})
         status = supervise.run(partial(_fork_server, *keyed, kept), grace, alone=alone)
     sys.exit(status)

@@ -2,9 +2,10 @@
 
 fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, by the largest magnitude that calibration saw
 (ModelOpt's FP8_DEFAULT_CFG, in the layout of its own export). int4: weights alone, in the layout of compressed-tensors; a
-group's scale stands for half to all of its largest magnitude, wherever the error of the outputs on the calibration data is least
-(ModelOpt's INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router, embedding,
-head and norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of them.
+group's scale stands for half to all of its largest magnitude, wherever the error of the outputs on the calibration data is
+least (ModelOpt's INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router,
+embedding, head and norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of
+them.
 """
 
 from __future__ import annotations

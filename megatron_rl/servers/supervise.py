@@ -29,7 +29,7 @@ from typing import Protocol
 if __package__:
     from megatron_rl.servers import orphans
 else:  # a script, whose path is this folder
-    pass
+    import orphans
 
 KEY = "MEGATRON_RL_SERVER_KEY"
 """Environment variable: what requests to the server must have as their bearer token."""

@@ -12,6 +12,7 @@ from typing import Any
 import vl_convert
 import yaml
 from jinja2 import Environment, FileSystemLoader
+from rich.console import Console
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
@@ -19,7 +20,9 @@ from megatron_rl.report import charts as vega
 from megatron_rl.report.charts import SECTIONS, Chart
 from megatron_rl.report.run_folder import (
     RunLog,
+    before_after,
     by_probability,
+    compared,
     deviation_tails,
     evaluations,
     heat_map,
@@ -47,6 +50,14 @@ class Card:
     """(label, color) of s0, s1, ..."""
     unit: str = ""
     wide: bool = False
+
+
+def report_command(folders: Sequence[Path]) -> None:
+    """Write the page, and print the runs' evaluations and where the page is. Errors: UserError as `write_report`."""
+    page, console = write_report(folders), Console()
+    for table in filter(None, [*map(before_after, folders), compared(folders)]):
+        console.print(table)
+    print(f"report: {page}")
 
 
 def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str | None = None) -> Path:

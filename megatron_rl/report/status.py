@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import json
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -85,8 +87,18 @@ def status_of(folder: Path) -> Status:
     )
 
 
+def status_command(folders: Sequence[Path], as_json: bool = False) -> None:
+    """Print where each run stands. Errors: UserError where a folder holds none."""
+    found = [status_of(folder) for folder in folders]
+    if as_json:
+        print(json.dumps([asdict(status) for status in found], indent=2))
+    else:
+        for status in found:
+            Console().print(as_table(status))
+
+
 def as_table(status: Status) -> Table:
-    """For the terminal."""
+    """Format a run's status for a terminal."""
     table = Table(show_header=False, box=None, title=Text(f"{status.name} ({status.folder})"), title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -106,11 +118,6 @@ def as_table(status: Status) -> Table:
         if text:
             table.add_row(name, Text(text))
     return table
-
-
-def as_json(status: Status) -> dict[str, Any]:
-    """For programs."""
-    return asdict(status)
 
 
 def clock(seconds: float) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,8 +43,23 @@ def test_the_overview_begins_with_what_the_program_is_and_has_all_commands_once(
     first = text.split("\n\n")[1]
     assert first.startswith("megatron-rl trains language models by reinforcement learning")
     listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].isalpha()]
-    assert sorted(listed) == sorted(["COMMAND", *parsers()]) and set(parsers()) == set(cli.HELP)
+    assert sorted(listed) == sorted(["COMMAND", *parsers()]) and set(parsers()) == set(cli.COMMANDS)
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_the_function_of_every_command_is_there_and_gets_arguments_that_it_has(name):
+    """Read and not imported: most would import torch."""
+    command = cli.COMMANDS[name]
+    module, _, function = command.function.partition(":")
+    spec = importlib.util.find_spec(module)
+    defined = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)]
+    [found] = [node for node in defined if node.name == function]
+    assert set(command.passes) <= {action.dest for action in parsers()[name]._actions}
+    if command.call is None:
+        first = ["config"] if command.kind else []
+        assert len(first) + len(command.passes) == len(found.args.args)
+        assert [argument.arg for argument in found.args.args][: len(first)] == first
 
 
 def test_the_help_of_eval_names_the_key_of_likelihoods():
@@ -66,7 +84,7 @@ def test_the_names_that_are_looked_at_without_torch_are_those_that_are_built_in(
     assert {*preflight.ADVANTAGES} == {*ADVANTAGES, "tilt", *preflight.OF_TOKENS}
 
 
-RUNS = [*cli.KINDS, "certify", "plan", "launch"]
+RUNS = [name for name, command in cli.COMMANDS.items() if command.overrides]
 MORE = {
     "launch": ["--nodes", "1", "--gpus-per-node", "1", "--dry-run"],
     "plan": ["--gpus", "1"],

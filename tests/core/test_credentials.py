@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_rl.config.credentials import HIDDEN, command_line, hidden, hide, k
 from megatron_rl.config.load import build_config, load_config, parse_overrides, parse_yaml, to_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.report.page import write_report
-from megatron_rl.report.status import as_json, status_of
+from megatron_rl.report.status import status_of
 from megatron_rl.run.run_lock import NAME, lock
 from megatron_rl.servers.external import server_of
 from megatron_rl.servers.scores import ask_all
@@ -129,7 +130,7 @@ def test_a_run_of_before_shows_no_secrets(secret, tmp_path):
     (tmp_path / NAME).write_text(f"process 1 on host: megatron-rl train c.yaml --w.api-key={secret}\n")
     report = write_report(tmp_path).read_text()
     assert secret not in report and "&lt;hidden&gt;" in report
-    assert secret not in json.dumps(as_json(status_of(tmp_path)))
+    assert secret not in json.dumps(asdict(status_of(tmp_path)))
 
 
 def test_errors_show_no_secrets(secret, tmp_path):

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.config import (
-    Config,
-    DemonstrationsConfig,
-    DistillationConfig,
-    DPOConfig,
-    LoRAConfig,
-    RewardModelConfig,
-)
-from megatron_rl.config.load import key_paths
+from megatron_rl.config import Config, DistillationConfig
+from megatron_rl.config.conditions import changed, idle
 from megatron_rl.config.plan import Kind
 from megatron_rl.errors import UserError
-
-WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
-"""Losses of a reward model that know a margin."""
 
 if TYPE_CHECKING:
     from megatron_rl.models.precision import Machine
@@ -31,10 +19,14 @@ PRECISION_AWARE_TE = Version("2.1")
 """The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
 
 
+def refuse_idle(config: Config, kind: Kind, under: str = "") -> None:
+    """Errors: UserError naming a key below `under` that is set, and that a command reads only with others (conditions.py)."""
+    if problem := idle(config, kind, under):
+        raise UserError(f"config: {problem}")
+
+
 def check_preference_keys(config: Config, kind: Kind) -> None:
     """Errors: UserError naming a key that does nothing in learning from preferences or reward models, or that is missing."""
-    if kind == "reward":
-        _check_reward_model(config.reward_model)
     if kind in ("train", "dpo"):
         _check_start(config, kind)
     if kind == "dpo":
@@ -47,6 +39,7 @@ def check_preference_keys(config: Config, kind: Kind) -> None:
         )
     if kind not in ("train", "sample"):
         return
+    refuse_idle(config, kind, "rewards.")
     for name, model in config.rewards.models.items():
         if model.path is None and model.address is None:
             raise UserError(
@@ -59,36 +52,8 @@ def check_preference_keys(config: Config, kind: Kind) -> None:
         )
 
 
-def does_nothing(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
-    """The refusal of a key that does nothing."""
-    return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
-
-
-def _check_reward_model(config: RewardModelConfig) -> None:
-    default, loss = RewardModelConfig(), config.loss
-    for key, idle, why in (
-        ("center", loss != "bradley_terry", "is of bradley_terry"),
-        ("label_smoothing", loss != "bradley_terry", "is of bradley_terry"),
-        ("top", loss != "plackett_luce", "is of plackett_luce"),
-        ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
-    ):
-        if idle and (value := getattr(config, key)) != getattr(default, key):
-            why = f"it {why}, and reward_model.loss is {loss}"
-            raise does_nothing("reward_model", key, value, why, f"leave {key} out, or change the loss")
-
-
 def _check_dpo(config: Config) -> None:
-    dpo, default = config.dpo, DPOConfig()
-    for key, idle, why in (
-        ("label_smoothing", dpo.loss not in ("sigmoid", "robust"), "is of sigmoid and robust"),
-        ("length_normalized", dpo.loss == "kto", "is of pairs"),
-        ("desirable_weight", dpo.loss != "kto", "is of kto"),
-        ("undesirable_weight", dpo.loss != "kto", "is of kto"),
-    ):
-        if idle and (value := getattr(dpo, key)) != getattr(default, key):
-            raise does_nothing(
-                "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
-            )
+    dpo = config.dpo
     if dpo.loss == "kto" and config.batch.prompts_per_step < 2:
         raise UserError(
             "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
@@ -113,13 +78,8 @@ def _check_start(config: Config, kind: Kind) -> None:
 
 def check_teacher_keys(config: Config, kind: Kind) -> None:
     """Errors: UserError naming a key of distillation that does nothing here, or contradicts another."""
-    settings, default = config.distillation, DistillationConfig()
+    settings = config.distillation
     if not config.teaches:
-        for key in vars(default):
-            if getattr(settings, key) != getattr(default, key):
-                raise UserError(
-                    f"config: distillation.{key} does nothing without a teacher; set distillation.teacher, or leave it out"
-                )
         return
     if kind not in ("sft", "train"):
         raise UserError(
@@ -146,11 +106,6 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
         raise UserError(f"config: {given[0]} and {given[1]} are both given; leave one of them out")
     if not settings.coefficient and not settings.feature_layers:
         raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
-    for key in ("feature_loss", "feature_coefficient"):
-        if not settings.feature_layers and getattr(settings, key) != getattr(default, key):
-            raise UserError(
-                f"config: distillation.{key} does nothing without distillation.feature_layers; leave it out"
-            )
     for key, contradicts, why, remedy in (
         (
             "placement = advantage",
@@ -230,19 +185,6 @@ def _check_advantages(config: Config) -> None:
         )
 
 
-def check_adapter_keys(config: Config) -> None:
-    """Errors: UserError naming a key of adapters that there are none of."""
-    if config.lora.rank:
-        return
-    if config.sync.adapters == "unmerged":
-        raise UserError("config: sync.adapters = unmerged: there are none; set lora.rank, or leave it out")
-    for key in ("alpha", "dropout", "targets", "kind", "path"):
-        if getattr(config.lora, key) != getattr(LoRAConfig(), key):
-            raise UserError(
-                f"config: lora.{key} does nothing without adapters; set lora.rank, such as 16, or leave it out"
-            )
-
-
 def check_prune_keys(config: Config) -> None:
     """Errors: UserError where nothing would be removed, or the rest of the config cannot go with it."""
     prune = config.prune
@@ -268,12 +210,9 @@ def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
 
     vocabulary: tokens that the model has, where that is known.
     """
-    settings, default = config.rollout.demonstrations, DemonstrationsConfig()
-    key = "config: rollout.demonstrations"
+    settings, key = config.rollout.demonstrations, "config: rollout.demonstrations"
+    refuse_idle(config, "sample", "rollout.demonstrations.")
     if settings.min_reward is None:
-        for name in vars(default):
-            if getattr(settings, name) != getattr(default, name):
-                raise UserError(f"{key}.{name} does nothing without min_reward; set min_reward, or leave {name} out")
         return
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         raise UserError(
@@ -286,61 +225,12 @@ def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
         raise UserError(f"{wanted}: rollout.load asks no engine; leave one of them out")
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     if support != SamplingSupport():
-        changed = [n for n, value in vars(support).items() if value != getattr(SamplingSupport(), n)]
         raise UserError(
-            f"{wanted} records the plain policy, and sampling changes it ({', '.join(changed)}); set"
+            f"{wanted} records the plain policy, and sampling changes it ({', '.join(changed(support))}); set"
             " rollout.sampling.temperature: 1.0, top_p: 1.0, top_k: -1, and leave tail_floor and pruning out"
         )
     if vocabulary is not None and settings.top_log_probs > vocabulary:
         raise UserError(f"{wanted}: the model has {vocabulary} tokens; lower it")
-
-
-# -- router checks -------------------------------------------------------------------------------------------------------
-# Checks of the routers' own losses and biases.
-
-
-# -- unread --------------------------------------------------------------------------------------------------------------
-# Keys of a config that a command does nothing with: an experiment must not be one of a knob that nobody turns.
-
-
-_PREFERENCES = ["data.chosen_key", "data.rejected_key", "data.margin_key", "data.responses_key", "data.scores_key"]
-_PREFERENCES += ["data.score_key", "data.label_key", "data.steps_key", "data.labels_key", "data.step_separator"]
-_LOOKS = ["prune.*", "quantize.*"]
-_OF_RL = ["algorithm.*", "critic.*", "rewards.*", "correction.*", "routing.*", "pruning.*", "vp2o.*", "sync.*", "hooks"]
-_OF_RL += ["batch.samples_per_prompt", "batch.updates_per_step", "eval.samples", "eval.pass_at", "eval.greedy"]
-_OF_RL += ["eval.unpruned", "precision.rollout", "data.rewards"]
-_ENGINE = ["rollout.*"]
-UNREAD: dict[str, list[str]] = {
-    "train": [*_LOOKS, *_PREFERENCES, "sft.*", "reward_model.*", "dpo.*"],
-    "sft": [*_LOOKS, *_PREFERENCES, *_OF_RL, *_ENGINE, "reward_model.*", "dpo.*"],
-    "reward": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "dpo.*", "distillation.*"],
-    "dpo": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "reward_model.*", "distillation.*"],
-}
-"""Patterns of the keys that what trains never reads. What only looks at a model takes the config of a run as it is."""
-READ = ["rollout.program", "rollout.context_length", "rollout.max_new_tokens"]
-"""Keys among these that all of them read."""
-
-
-def unread(config: Config, kind: Kind) -> list[str]:
-    """Keys of which the config has not the default, and that a run of this kind never reads."""
-    patterns = UNREAD.get(kind, [])
-    return [
-        key for key in _changed(config) if key not in READ and any(fnmatchcase(key, pattern) for pattern in patterns)
-    ]
-
-
-def _changed(config: Config) -> Iterator[str]:
-    default = Config()
-    for key in key_paths():
-        if _value(config, key) != _value(default, key):
-            yield key
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def check_memory_savers(config: Config, machine: Machine | None = None) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.keys import check_adapter_keys
 from megatron_rl.config import FROM_ENGINE, Config, LoRAConfig
 from megatron_rl.config.plan import Kind, expert_tensor_size
 from megatron_rl.data.hub import check_folder
@@ -21,7 +20,6 @@ from megatron_rl.models.shape import Shape, parameter_names
 def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
     """Errors: UserError naming the key."""
     lora = config.lora
-    check_adapter_keys(config)
     if not lora.rank:
         return
     names = parameter_names(Shape.from_config(hf_config))

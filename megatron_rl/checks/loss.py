@@ -9,16 +9,8 @@ from megatron_rl.errors import UserError
 
 def check_loss(config: Config) -> None:
     """Refuse keys of the loss and of epochs that do nothing, or contradict others, in RL. Errors: UserError."""
-    algorithm, batch, default = config.algorithm, config.batch, AlgorithmConfig()
-    taus = (algorithm.tau_pos, algorithm.tau_neg) != (default.tau_pos, default.tau_neg)
+    algorithm, batch = config.algorithm, config.batch
     for refused, problem in (
-        (
-            taus and algorithm.loss != "sapo",
-            (
-                f"algorithm.tau_pos and tau_neg are of the loss sapo, and algorithm.loss is {algorithm.loss}; leave them out,"
-                " or set loss: sapo"
-            ),
-        ),
         (
             algorithm.aggregation == "sequence_sum" and config.correction.denominator == "weights",
             (

@@ -6,7 +6,7 @@ import logging
 import re
 from urllib.parse import urlsplit
 
-from megatron_rl.checks.keys import check_preference_keys, does_nothing
+from megatron_rl.checks.keys import check_preference_keys
 from megatron_rl.config import Config, JudgeConfig, ScorerConfig
 from megatron_rl.config.credentials import hide, key_of
 from megatron_rl.config.plan import Kind
@@ -89,13 +89,10 @@ def _check_separator(model: ScorerConfig, learned: str | None, key: str) -> None
 
 def _check_steps(config: Config, kind: Kind) -> None:
     """Refuse process rewards that cannot be given, or that the advantage knows nothing of."""
-    default, placed = ScorerConfig(), []
+    placed = []
     for name, model in config.rewards.models.items():
         key = f"rewards.models.{name}"
         if not model.steps:
-            for each in ("step_separator", "step_placement", "step_aggregation"):
-                if (value := getattr(model, each)) != getattr(default, each):
-                    raise does_nothing(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
             continue
         for refused, problem in (
             (

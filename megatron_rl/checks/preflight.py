@@ -13,25 +13,15 @@ from typing import TYPE_CHECKING
 from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.keys import (
-    check_adapter_keys,
     check_memory_savers,
     check_preference_keys,
     check_prune_keys,
     check_teacher_keys,
+    refuse_idle,
 )
 from megatron_rl.checks.loss import check_loss, check_schedules
-from megatron_rl.config import (
-    FROM_ENGINE,
-    OF_TOKENS,
-    PREDICTING,
-    AlgorithmConfig,
-    Config,
-    CriticConfig,
-    DynamicSamplingConfig,
-    PruningConfig,
-    RefreshConfig,
-    VP2OConfig,
-)
+from megatron_rl.config import FROM_ENGINE, OF_TOKENS, PREDICTING, Config, PruningConfig
+from megatron_rl.config.conditions import LEARNING
 from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, Plan, check_group, make_plan
 from megatron_rl.config.registry import check_name
 from megatron_rl.errors import UserError
@@ -65,6 +55,8 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
 
     Errors: UserError naming the key.
     """
+    if kind in LEARNING:
+        refuse_idle(config, kind)
     # A demonstration, or a comparison, is one thing of one update.
     from_data = kind in OFFLINE
     batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch
@@ -101,7 +93,6 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
     check_preference_keys(config, kind)
     if kind not in READ_ONLY:
         check_teacher_keys(config, kind)
-        check_adapter_keys(config)
     if kind == "prune":
         check_prune_keys(config)
     if kind == "train" and config.rollout.load and (config.eval.prompts or config.eval.sets):
@@ -160,61 +151,10 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
 
 def _check_algorithm(config: Config) -> None:
     """Refuse advantages that are not there, and keys that do nothing with those that are. Errors: UserError."""
-    algorithm, kl, default = config.algorithm, config.algorithm.kl, AlgorithmConfig()
+    algorithm, kl = config.algorithm, config.algorithm.kl
     check_name("advantage", algorithm.advantage, dict.fromkeys(ADVANTAGES), "algorithm.advantage")
-    of_critic = algorithm.advantage == "gae"
-    for key, idle, why, remedy in (
-        ("algorithm.lam", not of_critic and algorithm.lam != default.lam, "is of gae", "set algorithm.advantage: gae"),
-        (
-            "algorithm.bootstrap_truncated",
-            not of_critic and not algorithm.bootstrap_truncated,
-            "is of gae",
-            "set algorithm.advantage: gae",
-        ),
-        (
-            "algorithm.gamma",
-            algorithm.advantage not in OF_TOKENS and algorithm.gamma != default.gamma,
-            "is of advantages that go from token to token",
-            "set algorithm.advantage: gae",
-        ),
-        (
-            "algorithm.tilt_temperature",
-            algorithm.advantage != "tilt" and algorithm.tilt_temperature != default.tilt_temperature,
-            "is of tilt",
-            "set algorithm.advantage: tilt",
-        ),
-        ("critic", not of_critic and config.critic != CriticConfig(), "is of gae", "set algorithm.advantage: gae"),
-        (
-            "algorithm.kl.target",
-            kl.target is not None and not kl.coefficient,
-            "moves a coefficient, and that of algorithm.kl.coefficient is 0",
-            "set algorithm.kl.coefficient: 0.1 to begin with",
-        ),
-        (
-            "algorithm.kl.placement",
-            kl.placement == "reward" and not kl.coefficient,
-            "places a penalty, and its algorithm.kl.coefficient is 0",
-            "set algorithm.kl.coefficient: 0.05",
-        ),
-        (
-            "algorithm.kl.horizon",
-            kl.target is None and kl.horizon != default.kl.horizon,
-            "is of a coefficient that moves",
-            "set algorithm.kl.target",
-        ),
-        (
-            "algorithm.kl.reference",
-            kl.reference is not None and not kl.coefficient,
-            "is what a penalty is taken from, and its algorithm.kl.coefficient is 0",
-            "set algorithm.kl.coefficient: 0.05",
-        ),
-    ):
-        if idle:
-            raise UserError(
-                f"config: {key} does nothing with algorithm.advantage = {algorithm.advantage}: it {why}; {remedy}"
-            )
     warmup = config.critic.warmup_steps
-    if of_critic and warmup >= config.steps:
+    if algorithm.advantage == "gae" and warmup >= config.steps:
         raise UserError(
             f"config: critic.warmup_steps = {warmup} leaves none of the {config.steps} steps to the policy; make it smaller, or"
             " steps larger"
@@ -233,17 +173,7 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_pruning(pruning: PruningConfig) -> None:
-    """Refuse what prunes nothing, or measures what is logged anyway. Errors: UserError."""
-    if not pruning.enabled and not pruning.measure and pruning.rho != PruningConfig().rho:
-        raise UserError(
-            f"config: pruning.rho = {pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true, or"
-            " pruning.measure: true to log mismatch/kl_safe alone"
-        )
-    if not pruning.enabled and pruning.engine_rho is not None:
-        raise UserError(
-            f"config: pruning.engine_rho = {pruning.engine_rho:g} without pruning.enabled prunes nothing; set pruning.enabled:"
-            " true, or engine_rho: null"
-        )
+    """Refuse to measure what is logged anyway. Errors: UserError."""
     if pruning.enabled and pruning.measure:
         raise UserError(
             "config: pruning.measure with pruning.enabled: mismatch/kl is that of the safe set already, and so is"
@@ -271,8 +201,6 @@ def _check_vp2o(config: Config, kind: Kind) -> None:
     """Refuse parts of VP2O that cannot work, or do nothing. Errors: UserError."""
     vp2o = config.vp2o
     if not vp2o.enabled:
-        if changed := [field for field in vars(vp2o) if getattr(vp2o, field) != getattr(VP2OConfig(), field)]:
-            raise UserError(f"config: vp2o.{changed[0]} without vp2o.enabled does nothing; set vp2o.enabled: true")
         return
     if kind in OFFLINE:
         raise UserError(f"config: vp2o is of reinforcement learning; set vp2o.enabled: false for {kind}")
@@ -286,24 +214,12 @@ def _check_vp2o(config: Config, kind: Kind) -> None:
             f"config: vp2o.orthogonality needs what each expert of a token puts out, which model.moe_dispatcher ="
             f" {config.model.moe_dispatcher} adds up on the way; use alltoall, or set vp2o.orthogonality: 0"
         )
-    for key, idle, reason, remedy in (
-        ("on_violation", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
-        ("probe_tokens", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
-        ("orthogonality_tokens", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
-        ("orthogonality_form", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
-        ("repulsion_scale", not vp2o.repulsion, "with vp2o.repulsion: 0", "set vp2o.repulsion: 0.1"),
-        (
-            "temperature",
-            vp2o.attraction == "mean" and (not vp2o.repulsion or vp2o.repulsion_scale == "relative"),
-            "with vp2o.attraction: mean and without an absolute repulsion",
-            "set vp2o.repulsion instead, or attraction: kernel",
-        ),
-        ("attraction", vp2o.neighbors == 1, "with vp2o.neighbors: 1", "set vp2o.neighbors: 2"),
-        ("neighbors", vp2o.attract_above is not None, "beside vp2o.attract_above", "set one of the two"),
-        ("inactive_neighbors", vp2o.repel_below is not None, "beside vp2o.repel_below", "set one of the two"),
-    ):
-        if idle and getattr(vp2o, key) != getattr(VP2OConfig(), key):
-            raise UserError(f"config: vp2o.{key} {reason} does nothing; {remedy}")
+    absolute = vp2o.repulsion and vp2o.repulsion_scale == "absolute"
+    if vp2o.temperature is not None and vp2o.attraction == "mean" and not absolute:
+        raise UserError(
+            "config: vp2o.temperature with vp2o.attraction: mean and without an absolute repulsion does nothing; set"
+            " vp2o.repulsion instead, or attraction: kernel"
+        )
     attract, repel = vp2o.attract_above, vp2o.repel_below
     if attract is not None and repel is not None and repel >= attract:
         raise UserError(
@@ -363,13 +279,8 @@ def _check_staleness(config: Config) -> None:
 
 def _check_dynamic_sampling(config: Config) -> None:
     """Refuse to filter groups by rewards that come later, or where nothing is known of them. Errors: UserError."""
-    settings, defaults = config.rollout.dynamic_sampling, DynamicSamplingConfig()
     key = "rollout.dynamic_sampling"
-    if not settings.max_rounds:
-        if settings != defaults:
-            raise UserError(
-                f"config: {key}.over_sampling with {key}.max_rounds = 0 does nothing; set {key}.max_rounds: 10"
-            )
+    if not config.rollout.dynamic_sampling.max_rounds:
         return
     for refused, problem in (
         (
@@ -424,10 +335,6 @@ def _check_refresh(config: Config) -> None:
     """Refuse limits that nothing looks at, and old rollouts that would be taken for new ones. Errors: UserError."""
     refresh, correction = config.sync.refresh, config.correction
     if refresh.when == "always":
-        if changed := [field for field in vars(refresh) if getattr(refresh, field) != getattr(RefreshConfig(), field)]:
-            raise UserError(
-                f"config: sync.refresh.{changed[0]} with when = always does nothing; set sync.refresh.when: drift"
-            )
         return
     if config.routing.source in FROM_ENGINE:
         raise UserError(
@@ -492,22 +399,6 @@ def _check_correction(config: Config) -> None:
             f"config: correction.low = {correction.low}, high = {correction.high} leave out a ratio of 1, at which nothing"
             " is wrong: bounds are of the ratio trainer / engine itself; set low: 0.8 and high: 1.2 for a threshold of 0.2"
         )
-    if correction.mode == "truncate" and correction.low is not None:
-        raise UserError("config: correction.low with mode = truncate does nothing; set mode: clip, or low: null")
-    if correction.mode == "none" and correction.level != "token":
-        raise UserError("config: correction.level without a mode does nothing; set correction.mode, or reject_level")
-    if correction.mode == "none" and (correction.low is not None or correction.high is not None):
-        raise UserError(
-            "config: correction.low or high without a mode does nothing; set correction.mode: mask, or remove it"
-        )
-    for key, given in (
-        ("above", correction.reject_above is not None),
-        ("level", correction.reject_level != "geometric"),
-    ):
-        if given and correction.reject == "none":
-            raise UserError(
-                f"config: correction.reject_{key} without a statistic does nothing; set correction.reject: k3, or remove it"
-            )
     if not correction.bypass:
         return
     for key, given, valid in (
@@ -537,16 +428,6 @@ _REMEDIES = {
 def _check_routing(config: Config) -> None:
     """Refuse a source of routes that cannot work with the rest of the config. Errors: UserError."""
     source = config.routing.source
-    if config.routing.replay_gates and source != "r3":
-        raise UserError(
-            "config: routing.replay_gates replays the weights of experts that the engine chose, and routing.source ="
-            f" {source} replays none of these: set routing.source: r3, or replay_gates: false"
-        )
-    if config.routing.give_up_below and source != "r3":
-        raise UserError(
-            "config: routing.give_up_below is for experts that the engine chose, and routing.source ="
-            f" {source} takes none of these as they are: set routing.source: r3, or give_up_below: 0"
-        )
     if config.rollout.gates and not asks_routes(config):
         raise UserError("config: rollout.gates = true asks for the weights of no experts: set rollout.routes: true")
     if source == "none":
@@ -561,5 +442,3 @@ def _check_routing(config: Config) -> None:
             f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
             " batch.updates_per_step = 1 has no next: raise it, or use r2 or r3"
         )
-    if config.routing.features == "engine" and source != "pr3":
-        raise UserError("config: routing.features = engine goes with routing.source = pr3 alone")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_rl.config.conditions import not_with, only_with, only_with_any
 from megatron_rl.config.model import OptimizerConfig
 from megatron_rl.config.section import Count, Fraction, NonNegativeFloat, Positive, PositiveFloat, Secret, section
 
@@ -20,16 +21,16 @@ class KLConfig:
     """Weight of the KL to the reference; 0 keeps no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """What the KL of a token is estimated by in the loss; in the reward it is k1, log policy - log reference."""
-    placement: Literal["loss", "reward"] = "loss"
+    placement: Annotated[Literal["loss", "reward"], only_with(".coefficient", example=0.05)] = "loss"
     """loss: a term beside the policy's; reward: taken off the reward, at each token for advantages that go from token to token
     (gae, reinforce_plus_plus), else from the response's."""
-    target: PositiveFloat | None = None
+    target: Annotated[PositiveFloat | None, only_with(".coefficient", example=0.1)] = None
     """KL to the reference, nats per token, that the coefficient is moved to keep (Ziegler et al. 2019): after each step by up
     to 20 % of it times responses / horizon. It is that of the policy that sampled, on its own samples (kl/sampled). null: the
     coefficient is fixed."""
-    horizon: Positive = 10_000
+    horizon: Annotated[Positive, only_with(".target", example=0.1)] = 10_000
     """Responses in which the controller may move the coefficient by 20 %."""
-    reference: str | None = None
+    reference: Annotated[str | None, only_with(".coefficient", example=0.05)] = None
     """Hugging Face folder of the reference; by default model.path."""
 
 
@@ -46,18 +47,18 @@ class AlgorithmConfig:
     others; tilt: group size x softmax of r / tilt_temperature (with loss: reinforce); or your own function by module:name. Of
     tokens: gae: PPO's, by the values of a critic (section critic); reinforce_plus_plus: rewards to come, whitened over the
     step; reinforce_plus_plus_baseline: the same of r - mean over the responses to a prompt."""
-    gamma: Fraction = 1.0
+    gamma: Annotated[Fraction, only_with(".advantage", *OF_TOKENS)] = 1.0
     """Advantages of tokens: discount of a reward that comes one token later."""
-    lam: Fraction = 0.95
+    lam: Annotated[Fraction, only_with(".advantage", "gae")] = 0.95
     """gae: lambda, from 0 (one token and the next one's value) to 1 (all rewards to come)."""
-    bootstrap_truncated: bool = True
+    bootstrap_truncated: Annotated[bool, only_with(".advantage", "gae")] = True
     """gae: a response that a limit has ended would have gone on. true: in place of a score the value behind its last token
     stands for what would have come (part `overlong` counts); false: it is scored as it is, as a verifier scores it 0."""
     whiten: bool | None = None
     """Whether advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
     advantage_clip: PositiveFloat | None = None
     """Largest absolute value of an advantage, after all else that makes it. null: no limit."""
-    tilt_temperature: PositiveFloat = 1.0
+    tilt_temperature: Annotated[PositiveFloat, only_with(".advantage", "tilt")] = 1.0
     """tilt: the beta of exp(r / beta): the smaller, the more counts the best response alone."""
     loss: str = "ppo"
     """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio; cispo: a clipped ratio as a
@@ -66,9 +67,9 @@ class AlgorithmConfig:
     """The ratio is clipped below 1 - clip_low; null: it is not. GSPO's own are 3e-4 and 4e-4, of its ratio of sequences."""
     clip_high: NonNegativeFloat | None = 0.2
     """The ratio is clipped above 1 + clip_high; null: it is not. DAPO's clip-higher: a clip_high above clip_low."""
-    tau_pos: PositiveFloat = 1.0
+    tau_pos: Annotated[PositiveFloat, only_with(".loss", "sapo")] = 1.0
     """sapo: temperature of the gate where the advantage is above 0; the higher, the sooner a token counts less."""
-    tau_neg: PositiveFloat = 1.05
+    tau_neg: Annotated[PositiveFloat, only_with(".loss", "sapo")] = 1.05
     """sapo: temperature of the gate elsewhere."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """Mean over all tokens of the update; over sequences of each one's token mean; or over sequences of each one's token sum /
@@ -111,14 +112,14 @@ class RewardModelConfig:
     pooling: Literal["last", "mean"] = "last"
     """The response's score. last: the value behind its last token, as Hugging Face's classifiers have it; mean: the mean of
     the values behind each of its tokens."""
-    margin: NonNegativeFloat | None = None
+    margin: Annotated[NonNegativeFloat | None, only_with(".loss", "bradley_terry", "hinge", "squared_gap")] = None
     """What the difference should be (hinge, squared_gap; by default 1), or what Bradley-Terry subtracts from it (by default 0).
     A pair's own column, data.margin_key, comes first."""
-    center: NonNegativeFloat = 0.0
+    center: Annotated[NonNegativeFloat, only_with(".loss", "bradley_terry")] = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], only_with(".loss", "bradley_terry")] = 0.0
     """bradley_terry: conservative labels, as of conservative DPO: with this probability the rejected one is the better one."""
-    top: Positive | None = None
+    top: Annotated[Positive | None, only_with(".loss", "plackett_luce")] = None
     """plackett_luce: only the first so many places of a list count; 1: which response is the best."""
 
 
@@ -131,15 +132,15 @@ class DPOConfig:
     where a share label_smoothing of the labels is wrong; kto: of single responses with a label, or of the two of a pair."""
     beta: PositiveFloat = 0.1
     """Weight of the KL to the reference that the loss stands for: a larger one keeps the policy nearer."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], only_with(".loss", "sigmoid", "robust")] = 0.0
     """Share of the pairs that are taken to be labeled the wrong way round: with sigmoid conservative DPO."""
-    length_normalized: bool = False
+    length_normalized: Annotated[bool, not_with(".loss", "kto", example="sigmoid")] = False
     """Mean log-ratio of a response's tokens instead of their sum."""
     sft_coefficient: NonNegativeFloat = 0.0
     """Weight of the chosen responses' negative log-likelihood, mean over their tokens, beside the loss."""
-    desirable_weight: PositiveFloat = 1.0
+    desirable_weight: Annotated[PositiveFloat, only_with(".loss", "kto")] = 1.0
     """kto: weight of the responses labeled as good."""
-    undesirable_weight: PositiveFloat = 1.0
+    undesirable_weight: Annotated[PositiveFloat, only_with(".loss", "kto")] = 1.0
     reference: str | None = None
     """Hugging Face folder of the reference; by default model.path."""
     precompute_reference: bool = False
@@ -193,9 +194,9 @@ class DistillationConfig:
     feature_layers: list[tuple[Count, Count]] = dataclasses.field(default_factory=list)
     """Pairs of decoder layers, of the model and of the teacher, from 0, whose outputs are drawn together at the counted tokens;
     both models have to have the same hidden size."""
-    feature_loss: Literal["mse", "cosine"] = "mse"
+    feature_loss: Annotated[Literal["mse", "cosine"], only_with(".feature_layers", example=[[0, 0]])] = "mse"
     """feature_layers: mean squared difference of the outputs, or 1 - cosine."""
-    feature_coefficient: NonNegativeFloat = 1.0
+    feature_coefficient: Annotated[NonNegativeFloat, only_with(".feature_layers", example=[[0, 0]])] = 1.0
     """Weight of the features' loss, a sum over the pairs of layers."""
     task_coefficient: NonNegativeFloat = 0.0
     """Weight of the rest: the likelihood of the demonstrations (sft), the advantages of the rewards (train); 0: the teacher
@@ -209,9 +210,9 @@ class PruningConfig:
     enabled: bool = False
     """Engine and trainer both take as the policy the tokens that are within rho of the likeliest one, renormalized, so that
     the vocabulary's tail is neither sampled nor learned from. The paper's veto is a key of its own: correction.veto: 1e-4."""
-    rho: Annotated[float, Field(gt=0, le=1)] = math.exp(-13)
+    rho: Annotated[Annotated[float, Field(gt=0, le=1)], only_with_any(".enabled", ".measure")] = math.exp(-13)
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
-    engine_rho: Annotated[float, Field(gt=0, le=1)] | None = None
+    engine_rho: Annotated[Annotated[float, Field(gt=0, le=1)] | None, only_with(".enabled")] = None
     """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""
     measure: bool = False
     """Without enabled: log mismatch/kl_safe, of the sampled tokens that rho would leave in the trainer's set."""
@@ -224,20 +225,24 @@ class CorrectionConfig:
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
     """Weight of a token in the loss, from its ratio r = trainer / engine. truncate (TIS): min(r, high); mask (MIS): r
     where low <= r <= high, else 0; clip: r clamped to [low, high]."""
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: Annotated[Literal["token", "sequence", "geometric"], only_with(".mode", "mask", "truncate", "clip")] = (
+        "token"
+    )
     """Which ratio counts: the token's, the whole response's, or the geometric mean over the response."""
-    low: NonNegativeFloat | None = None
+    low: Annotated[NonNegativeFloat | None, only_with(".mode", "mask", "clip")] = None
     """Lower bound of the ratio itself, so below 1: 0.8 for a threshold of 0.2."""
-    high: PositiveFloat | None = None
+    high: Annotated[PositiveFloat | None, only_with(".mode", "mask", "truncate", "clip")] = None
     """Upper bound of the ratio itself, so above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A response with a token whose ratio is below this leaves the update; the paper's is 1e-4."""
     reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
     """Drop what is further from the engine than reject_above: abs_log_ratio = |log r|,
     k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
-    reject_level: Literal["token", "sequence", "geometric"] = "geometric"
+    reject_level: Annotated[
+        Literal["token", "sequence", "geometric"], only_with(".reject", "k3", "k2", "abs_log_ratio")
+    ] = "geometric"
     """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
-    reject_above: PositiveFloat | None = None
+    reject_above: Annotated[PositiveFloat | None, only_with(".reject", "k3", "k2", "abs_log_ratio")] = None
     """The largest value of the statistic that stays."""
     denominator: Literal["sampled", "kept_sequences", "kept_tokens", "weights"] = "kept_tokens"
     """What the loss is a mean over. sampled: all tokens of the responses, those without a term too (they shrink the
@@ -275,12 +280,12 @@ class RoutingConfig:
     further than multiplier / decay updates of a router; (updates_per_step - 1) / 2 is what they have to."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spaced, whose router inputs and logits are kept for predictors and metrics."""
-    replay_gates: bool = False
+    replay_gates: Annotated[bool, only_with(".source", "r3")] = False
     """With r3: the experts' weights are the engine's too, as values; their gradient is that of the trainer's own weights."""
-    give_up_below: Fraction = 0.0
+    give_up_below: Annotated[Fraction, only_with(".source", "r3")] = 0.0
     """With r3: an expert that the engine chose is not replayed where the trainer's router gives it less than this times what it
     gives the weakest of its own choice; the trainer's next own choice takes its place. 0: all are replayed."""
-    features: Literal["trainer", "engine"] = "trainer"
+    features: Annotated[Literal["trainer", "engine"], only_with(".source", "pr3")] = "trainer"
     """Data that Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
 
 
@@ -293,22 +298,22 @@ class VP2OConfig:
     coactivation: Literal["hard", "soft"] = "hard"
     """What two experts have in common (Eq. 6). hard: tokens that go to both; soft: their shares in the router's distribution
     over all experts, multiplied, so that experts that never meet differ too."""
-    neighbors: Positive | None = None
+    neighbors: Annotated[Positive | None, not_with(".attract_above")] = None
     """Attraction: an expert follows the gradients of this many experts: itself and those most often active on the same tokens.
     1: its own alone. By default a quarter of the experts, 2 to 4 (below 4 experts 1)."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
     """Instead of neighbors: all experts that share at least this part of the tokens with it."""
-    attraction: Literal["kernel", "mean"] = "kernel"
+    attraction: Annotated[Literal["kernel", "mean"], not_with(".neighbors", 1, example=2)] = "kernel"
     """kernel: gradients are weighted by kernel / neighbors, as in the paper, which scales them with 1 / temperature. mean: a
     weighted mean, by the positive kernels over their sum; the temperature has no part in it."""
-    inactive_neighbors: Positive | None = None
+    inactive_neighbors: Annotated[Positive | None, not_with(".repel_below")] = None
     """Repulsion: an expert's prototype is pushed from those of this many experts, its inactive neighbors: those most rarely
     active on the same tokens. By default a quarter of the experts, 1 to 4."""
     repel_below: Fraction | None = None
     """Instead of inactive_neighbors: all experts that share at most this part of the tokens with it."""
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
-    repulsion_scale: Literal["absolute", "relative"] = "relative"
+    repulsion_scale: Annotated[Literal["absolute", "relative"], not_with(".repulsion", 0.0, example=0.1)] = "relative"
     """relative: in each layer its norm is `repulsion` times that of the output projections' attraction. absolute: as in the
     paper; its weight beside the policy's gradient depends on the size of weights and losses, and may be many times that."""
     temperature: PositiveFloat | None = None
@@ -318,16 +323,18 @@ class VP2OConfig:
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens, sum over layers; 0: none."""
-    orthogonality_form: Literal["cosine", "projection"] = "cosine"
+    orthogonality_form: Annotated[Literal["cosine", "projection"], not_with(".orthogonality", 0.0, example=0.01)] = (
+        "cosine"
+    )
     """cosine: mean over the pairs of a token's experts of cos^2, at most 1. projection: as in the paper, a sum over pairs;
     it has no bound, and can outweigh the policy's loss many times where many experts are active."""
-    orthogonality_tokens: Positive = 128
+    orthogonality_tokens: Annotated[Positive, not_with(".orthogonality", 0.0, example=0.01)] = 128
     """Tokens of one micro-batch, evenly spaced, that stand for all in it: each layer keeps the outputs of their experts."""
     trust_region: PositiveFloat | None = None
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
-    on_violation: Literal["reject", "backtrack"] = "reject"
+    on_violation: Annotated[Literal["reject", "backtrack"], only_with(".trust_region", example=0.1)] = "reject"
     """Treatment of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
     until it fits."""
-    probe_tokens: Positive = 256
+    probe_tokens: Annotated[Positive, only_with(".trust_region", example=0.1)] = 256
     """Tokens of a rollout batch on each process, evenly spaced, on which the trust region compares routers."""

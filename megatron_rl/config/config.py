@@ -24,6 +24,7 @@ from megatron_rl.config.algorithm import (
     SFTConfig,
     VP2OConfig,
 )
+from megatron_rl.config.conditions import only_with, only_with_any, read_by
 from megatron_rl.config.data import BatchConfig, DataConfig, EvalConfig, RewardsConfig
 from megatron_rl.config.model import (
     LoRAConfig,
@@ -87,32 +88,36 @@ class Config:
     seed: int = 0
     steps: Positive = 100
     model: ModelConfig = ModelConfig()
-    lora: LoRAConfig = LoRAConfig()
+    lora: Annotated[LoRAConfig, only_with("lora.rank", example=16)] = LoRAConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig = CriticConfig()
-    rewards: RewardsConfig = RewardsConfig()
-    sft: SFTConfig = SFTConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
-    dpo: DPOConfig = DPOConfig()
-    distillation: DistillationConfig = DistillationConfig()
-    pruning: PruningConfig = PruningConfig()
-    prune: PruneConfig = PruneConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-    routing: RoutingConfig = RoutingConfig()
-    vp2o: VP2OConfig = VP2OConfig()
+    algorithm: Annotated[AlgorithmConfig, read_by("train")] = AlgorithmConfig()
+    critic: Annotated[CriticConfig, read_by("train"), only_with("algorithm.advantage", "gae")] = CriticConfig()
+    rewards: Annotated[RewardsConfig, read_by("train", "sample")] = RewardsConfig()
+    sft: Annotated[SFTConfig, read_by("sft")] = SFTConfig()
+    reward_model: Annotated[RewardModelConfig, read_by("reward")] = RewardModelConfig()
+    dpo: Annotated[DPOConfig, read_by("dpo")] = DPOConfig()
+    distillation: Annotated[
+        DistillationConfig,
+        read_by("train", "sft"),
+        only_with_any("distillation.teacher", "distillation.address", "distillation.recorded", example="FOLDER"),
+    ] = DistillationConfig()
+    pruning: Annotated[PruningConfig, read_by("train", "sample")] = PruningConfig()
+    prune: Annotated[PruneConfig, read_by("prune")] = PruneConfig()
+    correction: Annotated[CorrectionConfig, read_by("train")] = CorrectionConfig()
+    routing: Annotated[RoutingConfig, read_by("train")] = RoutingConfig()
+    vp2o: Annotated[VP2OConfig, read_by("train"), only_with("vp2o.enabled")] = VP2OConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, read_by("train", "sample")] = RolloutConfig()
     agent: AgentConfig = AgentConfig()
-    sync: SyncConfig = SyncConfig()
+    sync: Annotated[SyncConfig, read_by("train")] = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
-    quantize: QuantizeConfig = QuantizeConfig()
+    quantize: Annotated[QuantizeConfig, read_by("quantize")] = QuantizeConfig()
     logging: LoggingConfig = LoggingConfig()
-    hooks: list[str] = dataclasses.field(default_factory=list)
+    hooks: Annotated[list[str], read_by("train")] = dataclasses.field(default_factory=list)
     """What else takes part in updates, after what the config turns on: functions or classes of your own, module:name or
     path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md)."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron_rl.config.conditions import only_with, read_by
 from megatron_rl.config.section import (
     Count,
     Fraction,
@@ -45,24 +46,24 @@ class DataConfig:
     tools_key: str | None = "tools"
     """Column of the tools that a prompt tells of, beside those of agent.tools: their schemas in OpenAI's form, as a list or as
     JSON. null: the column is left aside."""
-    chosen_key: str = "chosen"
+    chosen_key: Annotated[str, read_by("reward", "dpo")] = "chosen"
     """Preferences: column of the better response, beside rejected_key."""
-    rejected_key: str = "rejected"
-    margin_key: str = "margin"
+    rejected_key: Annotated[str, read_by("reward", "dpo")] = "rejected"
+    margin_key: Annotated[str, read_by("reward", "dpo")] = "margin"
     """Preferences: column with by how much the chosen one is better; it may be missing."""
-    responses_key: str = "responses"
+    responses_key: Annotated[str, read_by("reward", "dpo")] = "responses"
     """Preferences: column of several responses to one prompt; without scores_key they stand in order, the best first."""
-    scores_key: str = "scores"
+    scores_key: Annotated[str, read_by("reward", "dpo")] = "scores"
     """Preferences: column of a number for each of the responses."""
-    score_key: str = "score"
+    score_key: Annotated[str, read_by("reward", "dpo")] = "score"
     """Preferences: column of the number that response_key has."""
-    label_key: str = "label"
+    label_key: Annotated[str, read_by("reward", "dpo")] = "label"
     """Preferences: column of whether response_key is good: true or false, or 1 or 0."""
-    steps_key: str = "steps"
+    steps_key: Annotated[str, read_by("reward", "dpo")] = "steps"
     """Preferences: column of a response as a list of its steps, beside labels_key."""
-    labels_key: str = "labels"
+    labels_key: Annotated[str, read_by("reward", "dpo")] = "labels"
     """Preferences: column of a number, or true or false, for each of the steps."""
-    step_separator: str = "\n"
+    step_separator: Annotated[str, read_by("reward", "dpo")] = "\n"
     """Preferences: what each step ends with; it is added where it is missing."""
     template: str = "{prompt}"
     """Text around a prompt; {prompt} is replaced."""
@@ -77,7 +78,7 @@ class DataConfig:
     prepare: str | None = None
     """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or a data set and
     returns it with the columns wanted here, or None to leave it out."""
-    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    rewards: Annotated[dict[str, float], read_by("train", "sample")] = dataclasses.field(default_factory=dict)
     """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
     seed: int = 0
     """Order of the prompts, and the procedural tasks' generator."""
@@ -89,9 +90,9 @@ class BatchConfig:
 
     prompts_per_step: Positive = 32
     """Different prompts asked in one step, over all data-parallel ranks."""
-    samples_per_prompt: Positive = 8
+    samples_per_prompt: Annotated[Positive, read_by("train", "sample")] = 8
     """Responses to each prompt: the group of the group-relative baselines."""
-    updates_per_step: Positive = 1
+    updates_per_step: Annotated[Positive, read_by("train")] = 1
     """Optimizer updates that one pass over a rollout batch is (1 = on-policy; n = the papers' off-n)."""
     epochs: Positive = 1
     """Passes over a rollout batch (PPO's epochs), each in updates_per_step updates of the same parts: a step has
@@ -130,13 +131,13 @@ class ScorerConfig:
     steps: bool = False
     """Process rewards: the model, which has learned from data.steps_key, scores each step of a response by the value behind its
     last token. Steps end with the separator that the model has learned with."""
-    step_separator: Annotated[str, Field(min_length=1)] | None = None
+    step_separator: Annotated[Annotated[str, Field(min_length=1)] | None, only_with(".steps")] = None
     """steps: what ends a step, where the model's folder does not say so itself (reward_step_separator in its config.json)."""
-    step_placement: Literal["tokens", "response"] = "tokens"
+    step_placement: Annotated[Literal["tokens", "response"], only_with(".steps")] = "tokens"
     """steps: tokens: rewards lie where steps end. gae and reinforce_plus_plus get each at its step's last token; grpo adds to a
     token's advantage the sum of the scores of its step and of those behind it, each normalized over all steps of the responses
     to the prompt (dr_grpo: without the division). response: one number is a part of the response's reward, as of any model."""
-    step_aggregation: Literal["min", "mean", "last", "product"] = "min"
+    step_aggregation: Annotated[Literal["min", "mean", "last", "product"], only_with(".steps")] = "min"
     """steps: that number; with tokens it is logged, and evaluations have it. 0 where there is no step."""
 
 
@@ -236,16 +237,16 @@ class EvalConfig:
     likelihood: bool = False
     """`megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, as SFT's evaluations
     do, from the trainer's own passes: no engine is started, and nothing is sampled."""
-    samples: Positive = 4
+    samples: Annotated[Positive, read_by("train", "sample")] = 4
     """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
-    pass_at: list[Positive] = dataclasses.field(default_factory=list)
+    pass_at: Annotated[list[Positive], read_by("train", "sample")] = dataclasses.field(default_factory=list)
     """Also pass@k for these k, each below samples."""
-    greedy: bool = True
+    greedy: Annotated[bool, read_by("train", "sample")] = True
     """Also one greedy response to each prompt."""
     sets: dict[SetName, EvalSetConfig] = dataclasses.field(default_factory=dict)
     """Several sets of held-out prompts by name, such as {aime24: {path: aime24, samples: 32}}: each has metrics of its own,
     eval/NAME/score and so on, and none of its prompts is trained on. The held-out prompts of the section data are evaluated
     beside them where data.eval_path is set; else eval/score (in SFT eval/loss) is the mean over the sets."""
-    unpruned: bool = False
+    unpruned: Annotated[bool, read_by("train", "sample")] = False
     """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
     pruning compare by one sampler. It samples everything a second time."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_rl.config.conditions import read_by
 from megatron_rl.config.section import Count, Fraction, NonNegativeFloat, Positive, PositiveFloat, section
 
 
@@ -133,7 +134,7 @@ class PrecisionConfig:
     by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed and reduced; bf16 takes 2 bytes a parameter, not 4, and rounds each micro-batch."""
-    rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
+    rollout: Annotated[Literal["bf16", "fp32", "fp8"], read_by("train", "sample")] = "bf16"
     """Format of the engine's weights and products. fp8: weights are quantized in blocks of 128 x 128 when they are pushed."""
     fp32_lm_head: bool = False
     """Logits in fp32 on both sides, from hidden states and head weights as they are: bf16 logits of 16 to 32 are 0.125

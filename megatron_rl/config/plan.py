@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron_rl.config import BatchConfig, Config, ParallelConfig, VP2OConfig
+from megatron_rl.config.conditions import Kind as Kind
 from megatron_rl.errors import UserError
 
-Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "sample"]
-"""All but ask (eval, rollout), which only asks the engine, and quantize build the trainer; prune and score (eval.likelihood)
-for passes alone."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
 OFFLINE = ("sft", "reward", "dpo", "prune", "score", "quantize")

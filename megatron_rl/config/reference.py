@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from megatron_rl import config
+from megatron_rl.config import conditions
 from megatron_rl.config.load import nearest_key
 from megatron_rl.errors import UserError
 
@@ -22,6 +23,15 @@ def all_keys() -> list[Row]:
     return _rows({section.name: section for section in sections}, "Config")
 
 
+def _plain(annotation: ast.expr) -> str:
+    """A type without what is declared of the key beside it."""
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Annotated":
+        return ast.unparse(annotation)
+    kind, *metadata = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+    kept = [one for one in metadata if not (isinstance(one, ast.Call) and hasattr(conditions, ast.unparse(one.func)))]
+    return f"Annotated[{', '.join(map(ast.unparse, [kind, *kept]))}]" if kept else ast.unparse(kind)
+
+
 def print_keys(prefix: str = "") -> None:
     """Print the keys that begin with `prefix`. Errors: UserError where none does."""
     found = [row for row in all_keys() if row[0].startswith(prefix)]
@@ -33,25 +43,31 @@ def print_keys(prefix: str = "") -> None:
             print(f"    {line}")
 
 
-def _rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[Row]:
-    """Rows of a section and, below it, of the sections inside it."""
+def _rows(
+    classes: dict[str, ast.ClassDef], name: str, prefix: str = "", above: tuple[conditions.Condition, ...] = ()
+) -> list[Row]:
+    """Rows of a section and, below it, of the sections inside it. above: conditions of the sections that it is in."""
     body, found, nested = classes[name].body, [], []
+    declared = conditions.declarations(getattr(config, name))
     for index, node in enumerate(body):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        key, kind = f"{prefix}{node.target.id}", ast.unparse(node.annotation)
+        key, kind = f"{prefix}{node.target.id}", _plain(node.annotation)
+        own = declared.get(node.target.id, ())
+        needs = above + tuple(one for one in own if isinstance(one, conditions.Condition))
         if kind in classes:
-            nested += _rows(classes, kind, f"{key}.")
+            nested += _rows(classes, kind, f"{key}.", needs)
             continue
         after = body[index + 1] if index + 1 < len(body) else None
         text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
         meaning = " ".join(ast.literal_eval(text).split()) if text else ""
         if named := re.fullmatch(r"dict\[\w+, (\w+Config)\]", kind):
-            nested += _rows(classes, named[1], f"{key}.NAME.")
+            nested += _rows(classes, named[1], f"{key}.NAME.", needs)
         default = ast.unparse(node.value) if node.value else ""
         default = {
             "dataclasses.field(default_factory=dict)": "{}",
             "dataclasses.field(default_factory=list)": "[]",
         }.get(default, default)
-        found.append((key, kind, default, meaning))
+        where = "; ".join(dict.fromkeys(one.text() for one in needs if key not in one.keys))
+        found.append((key, kind, default, f"({where}) {meaning}".strip() if where else meaning))
     return found + nested

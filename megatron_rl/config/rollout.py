@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron_rl.config.conditions import LEARNING, only_with, read_by
 from megatron_rl.config.section import Count, Fraction, NonNegativeFloat, Positive, PositiveFloat, Secret, section
 
 
@@ -108,13 +109,15 @@ class RolloutConfig:
     """Servers that the trainer starts share its GPUs: they sleep while it trains, and it sleeps while they generate."""
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    dynamic_sampling: Annotated[DynamicSamplingConfig, only_with("rollout.dynamic_sampling.max_rounds", example=10)] = (
+        DynamicSamplingConfig()
+    )
     over_sample_rate: NonNegativeFloat = 0.0
     """A step asks for 1 + so much times its prompts, takes the first groups whose responses have all come, and aborts the rest
     (verl's over_sample_rate; Pr2's recipe: 0.1), so that it does not wait for stragglers. What is learned from is shorter by
     that than what the policy says: rollout/aborted, dropped and aborted_length say by how much."""
-    max_new_tokens: Positive = 1024
-    context_length: Annotated[int, Field(ge=2)] = 4096
+    max_new_tokens: Annotated[Positive, read_by(*LEARNING, "sample")] = 1024
+    context_length: Annotated[Annotated[int, Field(ge=2)], read_by(*LEARNING, "sample")] = 4096
     """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text
     (data.text_key) the longest piece."""
     concurrency: Positive = 512
@@ -142,10 +145,12 @@ class RolloutConfig:
     in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
-    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    demonstrations: Annotated[
+        DemonstrationsConfig, read_by("sample"), only_with("rollout.demonstrations.min_reward", example=1.0)
+    ] = DemonstrationsConfig()
     load: str | None = None
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
-    program: str = "single_turn"
+    program: Annotated[str, read_by(*LEARNING, "sample")] = "single_turn"
     """How responses are asked for: single_turn; agent: conversations of several turns with tools, as the section agent says;
     openai_agent: by an agent of your own that speaks the OpenAI API (agent.function); or your own class, module:name
     (CONTRIBUTING.md says which)."""
@@ -227,8 +232,8 @@ class SyncConfig:
     transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
     bucket_mb: PositiveFloat = 256.0
-    adapters: Literal["merged", "unmerged"] = "merged"
+    adapters: Annotated[Literal["merged", "unmerged"], only_with("lora.rank", example=16)] = "merged"
     """With lora.rank: merged: all weights go out, the adapters in them; unmerged: the adapters alone, which servers started
     with SGLang's --enable-lora compute beside the model. SGLang serves no unmerged ones of experts and routers."""
     timeout_s: PositiveFloat = 300.0
-    refresh: RefreshConfig = RefreshConfig()
+    refresh: Annotated[RefreshConfig, only_with("sync.refresh.when", "drift")] = RefreshConfig()

@@ -22,11 +22,11 @@ from transformers import GenerationConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.eval_sets import eval_sets, held_out_questions, question
-from megatron_rl.checks.keys import unread
 from megatron_rl.checks.loss import loss_hints
 from megatron_rl.checks.model_folders import check_alike, with_ids
 from megatron_rl.checks.preflight import preflight
 from megatron_rl.config import Config, LoRAConfig
+from megatron_rl.config.conditions import unread
 from megatron_rl.config.load import changed_keys, to_yaml
 from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, critic_config, reference_of, total_updates
 from megatron_rl.data.trajectory import Trajectory

@@ -26,17 +26,17 @@ REFUSED = {
     "top of a pair": (
         "reward",
         {"reward_model": {"top": 1}},
-        r"reward_model\.top = 1 does nothing: it is of plackett_luce",
+        r"reward_model\.top = 1 does nothing with .*; set reward_model.loss: plackett_luce, or leave it out",
     ),
     "margin of a score": (
         "reward",
         {"reward_model": {"loss": "squared_error", "margin": 1.0}},
-        r"reward_model\.margin = 1\.0 does nothing: it is of bradley_terry, hinge, squared_gap, and reward_model\.loss is",
+        r"reward_model\.margin = 1 does nothing with reward_model\.loss = \w+; set .*loss: bradley_terry, hinge or squared_gap",
     ),
     "smooth gap": (
         "reward",
         {"reward_model": {"loss": "squared_gap", "label_smoothing": 0.1}},
-        r"reward_model\.label_smoothing = 0\.1 does nothing: it is of bradley_terry",
+        r"reward_model\.label_smoothing = 0\.1 does nothing with .*; set reward_model.loss: bradley_terry, or leave it out",
     ),
     "smooth hinge": (
         "dpo",
@@ -51,7 +51,7 @@ REFUSED = {
     "desirable pairs": (
         "dpo",
         {"dpo": {"desirable_weight": 2.0}},
-        r"dpo\.desirable_weight = 2\.0 does nothing: it is of kto",
+        r"dpo\.desirable_weight = 2 does nothing with dpo\.loss = .*; set dpo\.loss: kto",
     ),
     "kto of one": (
         "dpo",
@@ -66,7 +66,7 @@ REFUSED = {
     "steps of a whole": (
         "sample",
         {"rewards": {"models": {"liked": {"address": "http://host:1", "step_aggregation": "mean"}}}},
-        r"rewards\.models\.liked\.step_aggregation = mean does nothing: rewards\.models\.liked\.steps is false",
+        r"rewards\.models\.liked\.step_aggregation = mean does nothing without rewards\.models\.liked\.steps; set .*: true",
     ),
     "steps by a server": (
         "sample",

@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "temperatures of no gate": (
         {"algorithm": {"tau_neg": 1.5}},
-        r"algorithm\.tau_pos and tau_neg are of the loss sapo, and algorithm\.loss is ppo; leave them out",
+        r"algorithm\.tau_neg = 1\.5 does nothing with algorithm\.loss = ppo; set algorithm\.loss: sapo, or leave it out",
     ),
     "a constant divisor of weights": (
         {
@@ -126,8 +126,14 @@ REFUSED = {
         {"correction": {"mode": "truncate", "high": 0.2}},
         "leave out a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
     ),
-    "truncated below": ({"correction": {"mode": "truncate", "low": 0.5, "high": 2.0}}, "low with mode = truncate does"),
-    "level of nothing": ({"correction": {"level": "sequence"}}, "level without a mode does nothing"),
+    "truncated below": (
+        {"correction": {"mode": "truncate", "low": 0.5, "high": 2.0}},
+        "low = 0.5 does nothing with correction.mode = truncate; set correction.mode: mask or clip",
+    ),
+    "level of nothing": (
+        {"correction": {"level": "sequence"}},
+        "level = sequence does nothing with correction.mode = none; set correction.mode: mask",
+    ),
     "speculation": (
         {"pruning": {"enabled": True}, "rollout": {"server": {"extra_args": ["--speculative-algorithm", "NGRAM"]}}},
         "speculative decoding, which skips the logit processor.*pruning.enabled: false",
@@ -158,23 +164,26 @@ REFUSED = {
     ),
     "no bound": ({"correction": {"mode": "truncate"}}, "'truncate' needs high; set correction.high: 2.0"),
     "neither bound": ({"correction": {"mode": "clip"}}, "'clip' needs low, high or both; set"),
-    "bound without a mode": ({"correction": {"high": 2.0}}, "without a mode does nothing; set correction.mode: mask"),
+    "bound without a mode": (
+        {"correction": {"high": 2.0}},
+        "high = 2 does nothing with correction.mode = none; set correction.mode: mask",
+    ),
     "no limit": ({"correction": {"reject": "k3"}}, "reject 'k3' needs reject_above"),
     "limit alone": (
         {"correction": {"reject_above": 0.1}},
-        "without a statistic does nothing; set correction.reject: k3",
+        "reject_above = 0.1 does nothing with correction.reject = none; set correction.reject: k3",
     ),
     "level alone": (
         {"correction": {"reject_level": "token"}},
-        "reject_level without a statistic does nothing; set correction.reject: k3",
+        "reject_level = token does nothing with correction.reject = none; set correction.reject: k3",
     ),
     "rho alone": (
         {"pruning": {"rho": 1e-4}},
-        "rho = 0.0001 without pruning.enabled.*set pruning.enabled: true, or .*measure",
+        "rho = 0.0001 does nothing without pruning.enabled or pruning.measure; set pruning.enabled: true, or leave it out",
     ),
     "the engine's rho alone": (
         {"pruning": {"measure": True, "engine_rho": 1e-4}},
-        "engine_rho = 0.0001 without pruning.enabled prunes nothing; set pruning.enabled: true, or engine_rho: null",
+        "engine_rho = 0.0001 does nothing without pruning.enabled; set pruning.enabled: true, or leave it out",
     ),
     "a laxer engine": (
         {"pruning": {"enabled": True, "rho": 1e-4, "engine_rho": 1e-5}},
@@ -226,7 +235,10 @@ REFUSED = {
 
 VP2O = {"vp2o": {"enabled": True}}
 REFUSED |= {
-    "vp2o of nothing": ({"vp2o": {"repulsion": 0.2}}, "vp2o.repulsion without vp2o.enabled.*set vp2o.enabled: true"),
+    "vp2o of nothing": (
+        {"vp2o": {"repulsion": 0.2}},
+        "vp2o.repulsion = 0.2 does nothing without vp2o.enabled; set vp2o.enabled: true",
+    ),
     "experts over ranks that do not divide them": (
         {**VP2O, "parallel": {"expert": 3}},
         "parallel.expert = 3 does not divide the model's 8 experts; choose one of 1, 2, 4, 8",
@@ -241,31 +253,31 @@ REFUSED |= {
     ),
     "excess of no region": (
         {"vp2o": {"enabled": True, "on_violation": "backtrack"}},
-        "on_violation without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1",
+        "on_violation = backtrack does nothing without vp2o.trust_region; set vp2o.trust_region: 0.1",
     ),
     "vp2o's probes of nothing": (
         {"vp2o": {"enabled": True, "probe_tokens": 64}},
-        "probe_tokens without vp2o.trust_region does nothing",
+        "probe_tokens = 64 does nothing without vp2o.trust_region; set vp2o.trust_region: 0.1",
     ),
     "vp2o's tokens of nothing": (
         {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_tokens": 64}},
-        "orthogonality_tokens with vp2o.orthogonality: 0 does nothing",
+        "orthogonality_tokens = 64 does nothing with vp2o.orthogonality = 0; set vp2o.orthogonality: 0.01",
     ),
     "vp2o's form of nothing": (
         {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_form": "projection"}},
-        "orthogonality_form with vp2o.orthogonality: 0 does nothing",
+        "orthogonality_form = projection does nothing with vp2o.orthogonality = 0; set vp2o.orthogonality: 0.01",
     ),
     "vp2o's scale of nothing": (
         {"vp2o": {"enabled": True, "repulsion": 0.0, "repulsion_scale": "absolute"}},
-        "repulsion_scale with vp2o.repulsion: 0 does nothing",
+        "repulsion_scale = absolute does nothing with vp2o.repulsion = 0; set vp2o.repulsion: 0.1",
     ),
     "vp2o's neighbors twice": (
         {"vp2o": {"enabled": True, "neighbors": 2, "attract_above": 0.5}},
-        "neighbors beside vp2o.attract_above does nothing; set one of the two",
+        "neighbors = 2 does nothing beside vp2o.attract_above; set one of the two",
     ),
     "vp2o's inactive_neighbors twice": (
         {"vp2o": {"enabled": True, "inactive_neighbors": 2, "repel_below": 0.5}},
-        "inactive_neighbors beside vp2o.repel_below does nothing; set one of the two",
+        "inactive_neighbors = 2 does nothing beside vp2o.repel_below; set one of the two",
     ),
     "vp2o that leaves no pair alone": (
         {"vp2o": {"enabled": True, "neighbors": 4, "inactive_neighbors": 4}},
@@ -277,7 +289,7 @@ REFUSED |= {
     ),
     "vp2o's mean of one": (
         {"vp2o": {"enabled": True, "attraction": "mean", "neighbors": 1}},
-        "attraction with vp2o.neighbors: 1 does nothing; set vp2o.neighbors: 2",
+        "attraction = mean does nothing with vp2o.neighbors = 1; set vp2o.neighbors: 2",
     ),
     "vp2o of bounds that cross": (
         {"vp2o": {"enabled": True, "attract_above": 0.1, "repel_below": 0.2}},
@@ -285,7 +297,7 @@ REFUSED |= {
     ),
     "drift that nothing looks at": (
         {"sync": {"refresh": {"kl": 0.1}}},
-        "sync.refresh.kl with when = always does nothing; set sync.refresh.when: drift",
+        "sync.refresh.kl = 0.1 does nothing with sync.refresh.when = always; set sync.refresh.when: drift",
     ),
     "old rollouts": (
         {"sync": {"refresh": {"when": "drift"}}},
@@ -379,7 +391,7 @@ REFUSED |= {
     ),
     "more prompts, of which none is left out": (
         {"rollout": {"dynamic_sampling": {"over_sampling": 1.5}}},
-        r"over_sampling with rollout\.dynamic_sampling\.max_rounds = 0 does nothing; set .*max_rounds: 10",
+        r"over_sampling = 1\.5 does nothing without rollout\.dynamic_sampling\.max_rounds; set .*max_rounds: 10",
     ),
     "spread in groups of one": (
         {**SAMPLES_AGAIN, "batch": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce_plus_plus"}},
@@ -401,30 +413,39 @@ REFUSED |= {
 REFUSED |= {
     "lambda of nothing": (
         {"algorithm": {"lam": 0.9}},
-        r"algorithm\.lam does nothing with algorithm\.advantage = grpo: it is of gae; set algorithm\.advantage: gae",
+        r"algorithm\.lam = 0\.9 does nothing with algorithm\.advantage = grpo; set algorithm\.advantage: gae, or leave it out",
     ),
     "discount of whole responses": (
         {"algorithm": {"gamma": 0.9}},
-        r"algorithm\.gamma does nothing .* from token to token; set algorithm\.advantage: gae",
+        r"algorithm\.gamma = 0\.9 does nothing .* = grpo; set algorithm\.advantage: gae, reinforce_plus_plus or",
     ),
-    "temperature of no tilt": ({"algorithm": {"tilt_temperature": 0.5}}, r"is of tilt; set algorithm\.advantage: tilt"),
+    "temperature of no tilt": (
+        {"algorithm": {"tilt_temperature": 0.5}},
+        r"tilt_temperature = 0\.5 does nothing .*; set algorithm\.advantage: tilt",
+    ),
     "weights of a likelihood below 0": (
         {"algorithm": {"advantage": "tilt", "whiten": True}},
         r"algorithm\.whiten with advantage = tilt: .*; set whiten: null",
     ),
-    "a critic that nobody asks": ({"critic": {"clip": 0.1}}, r"critic does nothing .* is of gae; set algorithm\.adv"),
-    "a target of no penalty": ({"algorithm": {"kl": {"target": 0.1}}}, r"kl\.target does nothing .*coefficient: 0\.1"),
+    "a critic that nobody asks": (
+        {"critic": {"clip": 0.1}},
+        r"critic\.clip = 0\.1 does nothing with .*; set algorithm\.advantage: gae",
+    ),
+    "a target of no penalty": (
+        {"algorithm": {"kl": {"target": 0.1}}},
+        r"kl\.target = 0\.1 does nothing without algorithm\.kl\.coefficient; set .*coefficient: 0\.1",
+    ),
     "a place of no penalty": (
         {"algorithm": {"kl": {"placement": "reward"}}},
-        r"kl\.placement does nothing .* set algorithm\.kl\.coefficient: 0\.05",
+        r"kl\.placement = reward does nothing .* set algorithm\.kl\.coefficient: 0\.05",
     ),
     "a reference of no penalty": (
         {"algorithm": {"kl": {"reference": "somewhere"}}},
-        r"kl\.reference does nothing .* set algorithm\.kl\.coefficient: 0\.05",
+        r"kl\.reference = somewhere does nothing .* set algorithm\.kl\.coefficient: 0\.05",
     ),
     "a horizon of what stays": (
         {"algorithm": {"kl": {"coefficient": 0.1, "horizon": 100}}},
-        r"kl\.horizon does nothing .* set algorithm\.kl\.target",
+        r"kl\.horizon = 100 does nothing .* set algorithm\.kl\.target",
     ),
     "a horizon of one step": (
         {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.checks.keys import READ, UNREAD, unread
 from megatron_rl.config import Config
+from megatron_rl.config.conditions import changed, idle, unread, value_at, walk
 from megatron_rl.config.load import build_config, key_paths, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,10 +54,60 @@ def test_keys_that_are_set_and_not_read_are_named(kind, wanted):
     assert unread(build_config(back), kind) == [], "a default that is written down turns no knob either"
 
 
-def test_every_pattern_is_of_some_key():
-    for kind, patterns in UNREAD.items():
-        for pattern in [*patterns, *READ]:
-            assert any(fnmatchcase(key, pattern) for key in key_paths()), f"{kind}: {pattern}"
+CONDITIONED = {one.key: one.conditions for one in walk(Config()) if one.conditions}
+
+
+def test_every_declaration_names_keys_that_are_there():
+    assert [one.key for one in walk(Config())] and {one.key for one in walk(Config())} == set(key_paths())
+    for key, conditions in CONDITIONED.items():
+        for condition in conditions:
+            for name in condition.keys:
+                value_at(Config(), f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name)
+    assert {"algorithm.lam", "critic.optimizer.lr", "vp2o.on_violation", "lora.alpha"} <= set(CONDITIONED)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "problem"),
+    [
+        ({"algorithm": {"lam": 0.9}}, "train", "algorithm.lam = 0.9 does nothing with algorithm.advantage = grpo; set"),
+        ({"algorithm": {"lam": 0.9}}, "sft", None),
+        ({"algorithm": {"lam": 0.9, "advantage": "gae"}}, "train", None),
+        ({"critic": {"optimizer": {"lr": 1.0}}}, "train", "critic.optimizer.lr = 1 does nothing with algorithm.adv"),
+        (
+            {"pruning": {"rho": 0.5}},
+            "train",
+            "pruning.rho = 0.5 does nothing without pruning.enabled or pruning.measure",
+        ),
+        ({"pruning": {"rho": 0.5, "measure": True}}, "train", None),
+        (
+            {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_tokens": 9}},
+            "train",
+            "vp2o.orthogonality_tokens",
+        ),
+        ({"vp2o": {"enabled": True, "neighbors": 2}}, "train", None),
+        (
+            {"vp2o": {"enabled": True, "neighbors": 2, "attract_above": 0.5}},
+            "train",
+            "vp2o.neighbors = 2 does nothing be",
+        ),
+        (
+            {"rewards": {"models": {"liked": {"path": "x", "step_aggregation": "mean"}}}},
+            "sample",
+            "rewards.models.liked.step_aggregation = mean does nothing without rewards.models.liked.steps; set rewards.mod",
+        ),
+        ({"rollout": {"demonstrations": {"min_reward": 0.0, "per_prompt": 2}}}, "sample", None),
+    ],
+)
+def test_a_key_that_does_nothing_is_told_where_it_would_be_read(section, kind, problem):
+    found = idle(build_config(section), kind)
+    assert (found is None) == (problem is None)
+    assert found is None or (found.startswith(problem) and "\n" not in found)
+
+
+def test_changed_names_the_fields_that_are_away_from_their_defaults():
+    config = build_config({"lora": {"alpha": 1.0, "rank": 2}})
+    assert changed(config.lora) == ["rank", "alpha"]
+    assert changed(Config().lora) == []
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_layouts_distill_as_one_process(tiny_model, teacher):
 
 
 BAD = {
-    r"feature_loss does nothing without distillation\.feature_layers": {"feature_loss": "cosine"},
+    r"feature_loss = cosine does nothing without distillation\.feature_layers": {"feature_loss": "cosine"},
     r"feature_layers = \[\[0, 0\]\]: with feature_coefficient = 0": {
         "feature_layers": [[0, 0]],
         "feature_coefficient": 0.0,

@@ -117,7 +117,7 @@ def test_what_was_saved_goes_on_to_the_bit(model, start, tmp_path):
 
 UNMERGED = {"lora": {"rank": 4, "targets": ["*.self_attention.linear_*"]}, "sync": {"adapters": "unmerged"}}
 BAD = {
-    "lora.alpha does nothing without adapters": {"lora": {"alpha": 8.0}},
+    "lora.alpha = 8 does nothing without lora.rank; set lora.rank: 16": {"lora": {"alpha": 8.0}},
     r"lora\.targets: '\*\.linear_q' matches no parameter .* did you mean": {
         "lora": {"rank": 4, "targets": ["*.linear_q"]}
     },
@@ -146,7 +146,7 @@ BAD = {
         "parallel": {"tensor": 2, "expert_tensor": 1},
         "model": {"path": "deepseek_v3"},
     },
-    r"unmerged: there are none": {"sync": {"adapters": "unmerged"}},
+    r"sync\.adapters = unmerged does nothing without lora\.rank; set lora\.rank: 16": {"sync": {"adapters": "unmerged"}},
     r"unmerged: lora\.targets has .*: SGLang": {"lora": {"rank": 4}, "sync": {"adapters": "unmerged"}},
     r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}},
     r"unmerged: rollout\.record with routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from weights import classifier
 
+from megatron_rl.checks.keys import refuse_idle
 from megatron_rl.checks.preference_learning import check_preferences
 from megatron_rl.config.load import build_config
 from megatron_rl.dpo import TAKES as DPO
@@ -46,7 +47,7 @@ REFUSED = {
     "mean of single responses": (
         "dpo",
         {"dpo": {"loss": "kto", "length_normalized": True}},
-        r"dpo\.length_normalized = True",
+        r"dpo\.length_normalized = true",
     ),
     "desirable pairs": (
         "dpo",
@@ -126,6 +127,7 @@ def test_refused(case, tiny_model):
     kind, changes, message = REFUSED[case]
     config = build_config({"model": {"path": str(tiny_model("llama"))}, **changes})
     with pytest.raises(UserError, match=message) as refusal:
+        refuse_idle(config, kind)
         check_preferences(config, kind, 1)
     assert "\n" not in str(refusal.value)
 

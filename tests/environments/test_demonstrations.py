@@ -278,7 +278,9 @@ def test_a_number_of_tokens_is_no_list_of_them(tmp_path):
 
 
 BAD = {
-    r"per_prompt = 2 does nothing without rollout\.dem\S+\.min_reward; set .*min_reward: 1": {"demonstrations": {"per_prompt": 2}},
+    r"per_prompt = 2 does nothing without rollout\S+min_reward; set .*min_reward: 1": {
+        "demonstrations": {"per_prompt": 2}
+    },
     r"max_tokens = 3 is below min_tokens = 4": {"demonstrations": {"min_reward": 0, "min_tokens": 4, "max_tokens": 3}},
     r"top_log_probs = 5 records the plain policy, and sampling changes it \(temperature\)": {
         "demonstrations": {"min_reward": 0, "top_log_probs": 5},

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.advantages import distillation
 from megatron_rl.checks.architecture import check_teacher
+from megatron_rl.checks.keys import refuse_idle
 from megatron_rl.config.load import build_config
 from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
@@ -156,6 +157,7 @@ def test_a_choice_that_cannot_be_is_refused_by_one_line(message, student):
     """By the key, with the remedy."""
     config = build_config({"model": {"path": student}, "distillation": BAD[message]})
     with pytest.raises(UserError, match=message):
+        refuse_idle(config, "sft")
         check_teacher(config, read_hf_config(student), "sft", 1)
 
 

@@ -14,6 +14,7 @@ from ranks import run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.checks.architecture import check_teacher
+from megatron_rl.checks.keys import refuse_idle
 from megatron_rl.config.load import build_config
 from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
@@ -155,6 +156,7 @@ def test_features_that_cannot_be_are_refused_by_one_line(message, tiny_model, te
     student = str(tiny_model("qwen3"))
     config = build_config({"model": {"path": student}, "distillation": {"teacher": teacher} | BAD[message]})
     with pytest.raises(UserError, match=message):
+        refuse_idle(config, "sft")
         check_teacher(config, read_hf_config(student), "sft", 1)
 
 

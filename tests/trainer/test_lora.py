@@ -8,6 +8,7 @@ from layouts import make_samples
 from ranks import run_ranks, without_ties
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl.checks.keys import refuse_idle
 from megatron_rl.checks.lora import check_lora
 from megatron_rl.checks.preflight import preflight
 from megatron_rl.config.load import build_config
@@ -146,7 +147,9 @@ BAD = {
         "parallel": {"tensor": 2, "expert_tensor": 1},
         "model": {"path": "deepseek_v3"},
     },
-    r"sync\.adapters = unmerged does nothing without lora\.rank; set lora\.rank: 16": {"sync": {"adapters": "unmerged"}},
+    r"sync\.adapters = unmerged does nothing without lora\.rank; set lora\.rank: 16": {
+        "sync": {"adapters": "unmerged"}
+    },
     r"unmerged: lora\.targets has .*: SGLang": {"lora": {"rank": 4}, "sync": {"adapters": "unmerged"}},
     r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}},
     r"unmerged: rollout\.record with routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},
@@ -168,6 +171,7 @@ def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model, tin
     model = str(tiny_model(of_family)) if of_family else model
     overrides["model"] = {**overrides.get("model", {}), "path": model}
     with pytest.raises(UserError, match=message) as refused:
+        refuse_idle(build_config(overrides), "train")
         check_lora(build_config(overrides), read_hf_config(model), "train")
     assert "\n" not in str(refused.value)
 

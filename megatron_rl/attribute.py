@@ -34,15 +34,13 @@ from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.models.attention import exact_attention
+from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import Machine, check_precision, this_machine
 from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
-ROUTERS_OF_FEW = {"DeepseekV3ForCausalLM": 16, "GptOssForCausalLM": 128}
-"""Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later: decoded
-among few, a token may go to other experts than in a prefill. That of gpt-oss is FlashInfer's, where that is installed."""
 _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
 
 
@@ -181,7 +179,7 @@ def attribute(
 
 def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
     """A text to append on the engine's own part in the routes, empty where there is nothing to say."""
-    rows = max((ROUTERS_OF_FEW.get(name, 0) for name in architectures), default=0)
+    rows = max((FAMILIES[name].few_tokens for name in architectures if name in FAMILIES), default=0)
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
         return ""
     return f"; its own decode routes up to {rows} tokens by another product than its prefill"

@@ -17,18 +17,19 @@ import base64
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from pydoc_data import topics
 
 import torch
-import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.dialects.harmony_ids import MARKS, unpacked_ranks
+from megatron_rl.models import families
+from megatron_rl.models.families import TinySizes as Sizes
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -36,116 +37,9 @@ CHATML = (
 )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes that all families share; a family ignores those that it does not have."""
+FAMILIES = {family.model_type: family.tiny for family in families.FAMILIES.values()}
 
-    hidden: int = 64
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    intermediate: int = 96
-    """Of a dense MLP."""
-    expert_intermediate: int = 48
-    experts: int = 8
-    topk: int = 2
-    vocab: int = 512
-    max_position: int = 4096
-    """With yarn (gpt_oss) 32 times the length that was trained first: 131072 gives the released models' factors."""
-    window: int = 8
-    """Of the layers with a sliding window; the released models' is 128."""
-    q_lora_rank: int = 0
-    """Of queries in multi-latent attention: 0, none, as Moonlight; DeepSeek-V3 has 1536."""
-
-
-def qwen3_moe(s: Sizes) -> PreTrainedConfig:
-    return transformers.Qwen3MoeConfig(
-        **_decoder(s), head_dim=s.head_dim, **_routed(s), num_experts=s.experts, norm_topk_prob=True
-    )
-
-
-def olmoe(s: Sizes) -> PreTrainedConfig:
-    """Every layer is MoE, `intermediate_size` is the expert's; no grouped queries, which SGLang lacks for it."""
-    return transformers.OlmoeConfig(
-        **_decoder(s) | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},
-        num_experts=s.experts,
-        num_experts_per_tok=s.topk,
-        norm_topk_prob=False,
-        eos_token_id=None,  # its default is outside of a small vocabulary
-    )
-
-
-def mixtral(s: Sizes) -> PreTrainedConfig:
-    return transformers.MixtralConfig(
-        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
-        head_dim=s.head_dim,
-        num_local_experts=s.experts,
-        num_experts_per_tok=s.topk,
-    )
-
-
-def deepseek_v3(s: Sizes) -> PreTrainedConfig:
-    """Moonlight's shape (MLA, two shared experts, first layer dense), with two expert groups."""
-    return transformers.DeepseekV3Config(
-        **_decoder(s) | {"num_key_value_heads": s.heads},
-        **_routed(s),
-        n_routed_experts=s.experts,
-        n_shared_experts=2,
-        n_group=2,
-        topk_group=1,
-        norm_topk_prob=True,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        moe_layer_freq=1,
-        routed_scaling_factor=2.446,
-        first_k_dense_replace=1,
-        q_lora_rank=s.q_lora_rank or None,
-        kv_lora_rank=2 * s.head_dim,
-        qk_nope_head_dim=s.head_dim,
-        qk_rope_head_dim=s.head_dim // 2,
-        v_head_dim=s.head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-    )
-
-
-def gpt_oss(s: Sizes) -> PreTrainedConfig:
-    """Yarn, learned sinks, biases, every other layer with a sliding window."""
-    if s.hidden == 2 * s.expert_intermediate:
-        raise ValueError(
-            f"gpt_oss: hidden {s.hidden} is twice the expert's intermediate size, so that gate_up_proj is square and "
-            "converters cannot tell its orientation; choose another --expert-intermediate"
-        )
-    return transformers.GptOssConfig(
-        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
-        head_dim=s.head_dim,
-        num_local_experts=s.experts,
-        num_experts_per_tok=s.topk,
-        sliding_window=s.window,
-        swiglu_limit=7.0,  # as in the released folders: SGLang reads it, and not every release of transformers has it
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": max(1, s.max_position // 32),
-        },
-    )
-
-
-def qwen3(s: Sizes) -> PreTrainedConfig:
-    return transformers.Qwen3Config(**_decoder(s), head_dim=s.head_dim)
-
-
-def llama(s: Sizes) -> PreTrainedConfig:
-    """With tied embeddings, as in the small Llama models."""
-    return transformers.LlamaConfig(**_decoder(s) | {"tie_word_embeddings": True}, head_dim=s.head_dim)
-
-
-FAMILIES = {f.__name__: f for f in (qwen3_moe, olmoe, deepseek_v3, gpt_oss, mixtral, qwen3, llama)}
-
+DEFAULT = Sizes()
 QUICKSTART = Sizes(hidden=192, heads=4, kv_heads=2, head_dim=48, expert_intermediate=256, vocab=64, max_position=512)
 """5.2 M parameters: learns number sorting in minutes on two cores."""
 PRESETS = {
@@ -154,23 +48,6 @@ PRESETS = {
     "gptoss_quickstart": ("gpt_oss", replace(QUICKSTART, max_position=131072, window=32)),
 }
 """Models of examples/NAME.sh: family and sizes."""
-
-
-def _decoder(s: Sizes) -> dict:
-    return {
-        "vocab_size": s.vocab,
-        "hidden_size": s.hidden,
-        "intermediate_size": s.intermediate,
-        "num_hidden_layers": s.layers,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "max_position_embeddings": s.max_position,
-        "tie_word_embeddings": False,
-    }
-
-
-def _routed(s: Sizes) -> dict:
-    return {"moe_intermediate_size": s.expert_intermediate, "num_experts_per_tok": s.topk}
 
 
 def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -379,7 +256,7 @@ def make_tiny_model(
     family: str,
     out: str | Path,
     *,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = DEFAULT,
     tokenizer: str = "text",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,

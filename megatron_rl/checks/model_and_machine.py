@@ -26,8 +26,9 @@ from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import check_patterns
+from megatron_rl.models.families import architecture
 from megatron_rl.models.hf_folder import check_same_tokenizer
-from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
+from megatron_rl.models.parallel_check import check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.models.shape import Shape, linear_weights, parameter_names
 from megatron_rl.ops import extensions, flash
@@ -244,11 +245,8 @@ def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine
 
 
 def _heads(hf_config: PreTrainedConfig) -> flash.Heads:
-    if getattr(hf_config, "kv_lora_rank", None):
-        return flash.Heads(hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim, grouped=False)
-    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    key_heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-    return flash.Heads(width, width, grouped=key_heads != hf_config.num_attention_heads)
+    shape = Shape.from_config(hf_config)
+    return flash.Heads(shape.head_dim, shape.value_dim, grouped=shape.kv_heads != shape.heads)
 
 
 def activate_flash(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:

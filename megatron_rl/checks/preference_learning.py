@@ -13,8 +13,9 @@ from megatron_rl.config.plan import Kind
 from megatron_rl.data.hub import check_folder
 from megatron_rl.distributed.processes import is_loopback
 from megatron_rl.errors import UserError
+from megatron_rl.models.families import is_classifier
 from megatron_rl.models.hf_folder import check_same_tokenizer
-from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.rewards.judge import FIELD
 from megatron_rl.trainer.compute_advantages import OF_STEPS
 

@@ -12,11 +12,9 @@ from megatron_rl.checks.keys import check_prune_keys
 from megatron_rl.compression.structured_pruning import Sizes, new_config
 from megatron_rl.config import Config, PruneConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import architecture, check_parallel, read_hf_config
+from megatron_rl.models.families import architecture, family_of
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.shape import Shape, linear_weights, whole_model
-
-WIDTH_FROM_HIDDEN = ("MixtralForCausalLM", "OlmoeForCausalLM")
-"""Families for which transformers or SGLang read a head's width off the number of heads."""
 
 
 def sizes_of(prune: PruneConfig) -> Sizes:
@@ -83,7 +81,7 @@ def _check_sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> None:
         return
     if shape.kv_lora:
         refuse("heads", f"the heads of {name} share latent keys and values", "leave it out")
-    if name in WIDTH_FROM_HIDDEN:
+    if family_of(hf_config).width_from_hidden:
         refuse("heads", f"a head's width follows from the number of heads in {name}", "leave it out")
     if prune.heads % (of_group := shape.heads // shape.kv_heads):
         refuse(

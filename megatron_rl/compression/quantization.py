@@ -30,8 +30,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
+from megatron_rl.models.families import family_of, is_classifier
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
-from megatron_rl.models.parallel_check import architecture, is_classifier, read_hf_config
+from megatron_rl.models.parallel_check import read_hf_config
 
 # -- int4 ----------------------------------------------------------------------------------------------------------------
 # Weights in INT4, as SGLang loads them: compressed-tensors' `pack-quantized`, symmetric, one scale for 128 inputs of a row.
@@ -115,8 +116,6 @@ _MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 1
 """Rows and columns of which SGLang's kernels take multiples: torch._scaled_mm, Marlin."""
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Matrices that SGLang multiplies by as one."""
-_RENAMED = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Parts of the names of Mixtral's weights in files, and in transformers."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
 
 
@@ -131,10 +130,9 @@ def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
         raise UserError(
             f"quantize: {folder} is quantized already ({quantized['quant_method']}); set model.path to the plain weights"
         )
-    if is_classifier(config) or architecture(config) == "GptOssForCausalLM":
-        what = (
-            "has a head of one number" if is_classifier(config) else "GptOssForCausalLM: SGLang reads MXFP4 of it alone"
-        )
+    family = family_of(config)
+    if is_classifier(config) or family.not_quantized:
+        what = "has a head of one number" if is_classifier(config) else f"{family.architecture}: {family.not_quantized}"
         raise UserError(f"quantize: {folder}: {what}; serve it as it is")
     layers: int = config.num_hidden_layers
     if wrong := [layer for layer in keep_layers if not 0 <= layer < layers]:
@@ -289,12 +287,13 @@ class _Layers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
+        self._renamed = family_of(model.config).renamed
 
     def find(self, name: str) -> _Layer | None:
         """Of a tensor; None where it is not quantized."""
         if not fp8.is_quantized(name):
             return None
-        module = ".".join(_RENAMED.get(part, part) for part in name.removesuffix(".weight").split("."))
+        module = ".".join(self._renamed.get(part, part) for part in name.removesuffix(".weight").split("."))
         if expert := _EXPERT.fullmatch(module):
             experts, (index, part) = self._modules[expert[1]], expert.group(2, 3)
             fused = "down_proj" if part == "down" else "gate_up_proj"

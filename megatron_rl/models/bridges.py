@@ -1,15 +1,14 @@
-"""Megatron-Bridge's bridges for the supported families, with what our layer spec and the config.json files add to them.
+"""Megatron-Bridge's bridges for all families (`families`), with what our layer spec adds to them.
 
-Each family's bridge is subclassed and registered instead of the original: more names of weights (our layer spec
-keeps norms apart from the linear layers behind them), and settings of config.json that the original fixes to one
-model's values.
+Each family's bridge is subclassed and registered instead of the original, for more names of weights: our layer spec keeps
+norms apart from the linear layers behind them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,25 +19,15 @@ from megatron.bridge.models.conversion.model_bridge import (
     WeightConversionTask,
     get_model_bridge,
 )
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
-from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
-from megatron.bridge.models.gpt_oss.gpt_oss_bridge import GPTOSSBridge
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
-from megatron.bridge.models.llama.llama_bridge import LlamaBridge
-from megatron.bridge.models.mla_provider import MLAModelProvider
-from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
-from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
-from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
-from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.adapters import HEAD
+from megatron_rl.models.families import FAMILIES, Family, architecture
 from megatron_rl.models.hf_folder import OpenFiles
-from megatron_rl.models.mixtral import MixtralBridge
-from megatron_rl.models.parallel_check import architecture
 
 
 class OurSpec(MegatronModelBridge):
@@ -54,7 +43,7 @@ class OurSpec(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The original's names, those of our norms that it lacks, and those of route predictors."""
-        # The bridges below name a family's bridge behind this class.
+        # `_register` puts a family's bridge behind this class.
         mappings = super().mapping_registry().get_all_mappings()  # pyright: ignore[reportAbstractUsage]
         if self.value_head:
             mappings = [AutoMapping(HEAD, SCORE) if m.megatron_param == HEAD else m for m in mappings]
@@ -182,7 +171,6 @@ def _predictor_of(router: str) -> str:
     return router.removesuffix("weight") + "predictor.weight"
 
 
-_HF_EXPERT = "model.layers.*.mlp.experts.*"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -192,91 +180,21 @@ for _name in ("ReplayRouter", "RoutePredictor", "ValueHead"):
     AutoMapping.register_module_type(_name, "replicated")
 
 
-def _register[B: OurSpec](source: str, **options: Any) -> Callable[[type[B]], type[B]]:
-    """A decorator that registers a bridge under the transformers class by which Megatron-Bridge finds it."""
-    decorate: Any = MegatronModelBridge.register_bridge  # declared for instances, though it takes classes
-    return decorate(source=getattr(transformers, source), target=GPTModel, **options)
+def _register(family: Family) -> None:
+    """Have Megatron-Bridge find the family's bridge, with our names, by its class in transformers."""
+    bridge = type(f"Our{family.architecture}", (OurSpec, family.bridge()), {})
+    options = {"provider": family.provider()} if family.provider else {}
+    register: Any = MegatronModelBridge.register_bridge  # declared for instances, though it takes classes
+    source = getattr(transformers, family.architecture)
+    register(source=source, target=GPTModel, model_type=family.model_type, **options)(bridge)
 
 
-@_register("Qwen3MoeForCausalLM", model_type="qwen3_moe")
-class OurQwen3MoE(OurSpec, Qwen3MoEBridge):
-    """Qwen3-MoE."""
-
-
-@_register("Qwen3ForCausalLM", model_type="qwen3")
-class OurQwen3(OurSpec, Qwen3Bridge):
-    """Qwen3."""
-
-
-@_register("LlamaForCausalLM", model_type="llama")
-class OurLlama(OurSpec, LlamaBridge):
-    """Llama."""
-
-
-@_register("MixtralForCausalLM", model_type="mixtral")
-class OurMixtral(OurSpec, MixtralBridge):
-    """Mixtral."""
-
-
-@_register("DeepseekV3ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v3")
-class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
-    """DeepSeek-V3 and Moonlight, without draft layers."""
-
-    def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
-        """The original's settings, for RL."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.mtp_num_layers = None  # the policy is the model without its draft layers
-        provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance that pre-training found
-        return provider
-
-
-@_register("OlmoeForCausalLM", provider=OlMoEModelProvider, model_type="olmoe")
-class OurOlmoe(OurSpec, OlMoEBridge):
-    """OLMoE, with ungrouped experts too. The provider's class tells the layer spec of norms over all heads."""
-
-    EXTRA: ClassVar = OurSpec.EXTRA | {
-        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": f"{_HF_EXPERT}.down_proj.weight",
-    }
-
-    def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
-        """The original's settings, with norm_topk_prob from config.json."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.moe_router_pre_softmax = not hf_pretrained.config.norm_topk_prob
-        return provider
-
-    def mapping_registry(self) -> MegatronMappingRegistry:
-        """Our names, with those of ungrouped experts' first layers."""
-        return MegatronMappingRegistry(
-            *super().mapping_registry().get_all_mappings(),
-            GatedMLPMapping(
-                megatron_param="decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight",
-                gate=f"{_HF_EXPERT}.gate_proj.weight",
-                up=f"{_HF_EXPERT}.up_proj.weight",
-            ),
-        )
-
-
-@_register("GptOssForCausalLM", model_type="gpt_oss")
-class OurGptOss(OurSpec, GPTOSSBridge):
-    """gpt-oss, with yarn and sliding windows from config.json; the original has the released models' as constants."""
-
-    def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
-        """The original's settings, with those of config.json."""
-        provider = super().provider_bridge(hf_pretrained)
-        config = hf_pretrained.config
-        rope = config.rope_parameters
-        provider.yarn_rotary_scaling_factor = rope["factor"]
-        provider.yarn_original_max_position_embeddings = rope["original_max_position_embeddings"]
-        provider.yarn_beta_fast = rope.get("beta_fast", 32.0)
-        provider.yarn_beta_slow = rope.get("beta_slow", 1.0)
-        provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
-        provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in config.layer_types]
-        provider.activation_func_clamp_value = getattr(config, "swiglu_limit", 7.0)
-        return provider
+for _family in FAMILIES.values():
+    _register(_family)
 
 
 def make_bridge(hf_config: transformers.PreTrainedConfig, *, value_head: bool = False) -> OurSpec:
-    """The bridge of a supported architecture (parallel_check.SUPPORTED)."""
+    """The bridge of a supported architecture (families.FAMILIES)."""
     found = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
     bridge = cast("OurSpec", found)  # those registered above
     bridge.value_head = value_head

@@ -43,16 +43,10 @@ from megatron_rl.models.adapters import (
     plain_name,
 )
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
+from megatron_rl.models.families import CLASSIFIER, architecture, family_of, is_classifier
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.identical_layers import set_batch_invariant
-from megatron_rl.models.parallel_check import (
-    CLASSIFIER,
-    architecture,
-    expert_count,
-    is_classifier,
-    one_line,
-    read_hf_config,
-)
+from megatron_rl.models.parallel_check import expert_count, one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
@@ -402,6 +396,7 @@ def load(
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_z_loss, moe_router_fusion, moe_permute_fusion)
     spec_options: dict[str, Any] = {"plain": plain, "flash_attention": flash_attention}
+    spec_options["norms_over_all_heads"] = family_of(hf_config).qk_norm == "heads"
     if identical:
         spec_options["rotary"] = set_batch_invariant(config, hf_config)
     if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others

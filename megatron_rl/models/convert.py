@@ -31,6 +31,7 @@ from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.distributed_checkpoint import load_weights, read, verify_files, without_extra_state, write
+from megatron_rl.models.families import architecture, is_classifier
 from megatron_rl.models.hf_folder import (
     SHARD_BYTES,
     Checksums,
@@ -39,7 +40,7 @@ from megatron_rl.models.hf_folder import (
     read_weights,
     write_weights,
 )
-from megatron_rl.models.parallel_check import architecture, check_parallel, is_classifier, one_line, read_hf_config
+from megatron_rl.models.parallel_check import check_parallel, one_line, read_hf_config
 from megatron_rl.models.peft_folder import CONFIG, merge_folder
 from megatron_rl.models.streamed_convert import FolderSource, checkpoint_tasks, shard_bytes
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.families import FAMILIES
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -34,7 +35,6 @@ _FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj", "k_proj", "v_proj")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 """Matrices of which a rank has at least one head, shared with others where ranks outnumber heads."""
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
-SCALES_LOST = ("LlamaForCausalLM",)
 SGLANG = "0.5.23"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 
@@ -147,7 +147,7 @@ def check_served(
 
 def check_architecture(name: str) -> None:
     """Refuse an architecture that SGLang does not serve in block FP8, whatever its sizes. Errors: UserError."""
-    if name in SCALES_LOST:
+    if name in FAMILIES and FAMILIES[name].fp8_scales_lost:
         raise UserError(
             f"fp8: {name}: SGLang {SGLANG} loses the scales of its blocks (it renames them weight_scale); use bf16"
         )

@@ -9,18 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError
-
-SUPPORTED = (
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-CLASSIFIER = "ForSequenceClassification"
-"""How Hugging Face's names of models with a head of labels end."""
+from megatron_rl.models.families import FAMILIES, architecture, family_of, is_classifier
 
 
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
@@ -42,20 +31,6 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
         raise UserError(f"model folder {folder}: config.json cannot be read ({reason(error)})") from None
     _check_supported(config, folder)
     return config
-
-
-def architecture(config: PreTrainedConfig) -> str:
-    """The one entry of `architectures`, e.g. Qwen3MoeForCausalLM; of a classifier, the language model that it is built on."""
-    return _named(config).replace(CLASSIFIER, "ForCausalLM")
-
-
-def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether the folder has a head of one number (`score.weight`): a reward model or a critic."""
-    return _named(config).endswith(CLASSIFIER)
-
-
-def _named(config: PreTrainedConfig) -> str:
-    return (config.architectures or ["none"])[0]
 
 
 def expert_count(config: PreTrainedConfig) -> int:
@@ -89,10 +64,10 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise UserError("config: parallel.virtual_pipeline needs parallel.pipeline above 1")
 
-    if expert_tensor > 1 and architecture(config) == "GptOssForCausalLM":
+    if expert_tensor > 1 and experts and family_of(config).bias:
         raise UserError(
-            f"config: parallel.expert_tensor = {expert_tensor} (by default parallel.tensor), but experts with biases,"
-            " as gpt-oss has them, cannot be split; set parallel.expert_tensor to 1"
+            f"config: parallel.expert_tensor = {expert_tensor} (by default parallel.tensor), but the experts of"
+            f" {architecture(config)} have biases, and cannot be split; set parallel.expert_tensor to 1"
         )
 
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -124,9 +99,9 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
 def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Refuse settings that would change the result without changing any tensor's name or shape. Errors: UserError."""
     name = architecture(config)
-    if name not in SUPPORTED:
+    if name not in FAMILIES:
         raise UserError(
-            f"model folder {folder}: architecture {name} is not supported; supported: {', '.join(SUPPORTED)}"
+            f"model folder {folder}: architecture {name} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
 
     def refuse(key: str, why: str) -> None:
@@ -140,21 +115,12 @@ def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
         refuse("use_sliding_window", "sliding windows of this architecture are not supported")
     if getattr(config, "clip_qkv", None) is not None:
         refuse("clip_qkv", "clipping of queries, keys and values is not supported")
-    if name == "GptOssForCausalLM" and config.hidden_size == 2 * config.intermediate_size:
-        refuse("hidden_size", "gate_up_proj is square, so that its orientation cannot be told from its shape")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    known = {
-        "LlamaForCausalLM": ("default", "llama3", "linear"),
-        "DeepseekV3ForCausalLM": ("default", "yarn"),
-        "GptOssForCausalLM": ("yarn",),
-    }
-    if kind not in known.get(name, ("default", "yarn")):
+    family = FAMILIES[name]
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in family.rope_types:
         refuse("rope_parameters", f"rope_type {kind} is not supported for {name}")
-    # Megatron-Core has these three as constants (rope_utils, Llama 3.1).
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and any(rope.get(key, value) != value for key, value in fixed.items()):
-        refuse("rope_parameters", f"llama3 scaling is supported with {fixed} alone")
+    if refused := family.unsupported(config):
+        refuse(*refused)
 
 
 def _choices(total: int) -> str:

@@ -17,7 +17,8 @@ from megatron_rl.config import LoRAConfig, ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.models.adapters import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
-from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, is_classifier
+from megatron_rl.models.families import family_of, is_classifier
+from megatron_rl.models.parallel_check import expert_count, expert_intermediate
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
 
@@ -69,13 +70,6 @@ class Counts:
     """Parameters that a token meets: all but the experts to which it is not sent."""
 
 
-_QK_NORM: dict[str, Literal["head", "heads"]] = {
-    "OlmoeForCausalLM": "heads",
-    "Qwen3ForCausalLM": "head",
-    "Qwen3MoeForCausalLM": "head",
-}
-
-
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model that memory depends on, under the same names for all families."""
@@ -115,19 +109,18 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
-        """The sizes of a supported architecture (parallel_check.SUPPORTED). value_head: by default that of the folder."""
+        """The sizes of a supported architecture (families.FAMILIES). value_head: by default that of the folder."""
         value_head = is_classifier(config) if value_head is None else value_head
-        name, experts = architecture(config), expert_count(config)
+        family, experts = family_of(config), expert_count(config)
         routes = EngineRoutes.from_config(config.to_dict()) if experts else None
         heads = config.num_attention_heads
-        kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if name == "DeepseekV3ForCausalLM" else 0
+        kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if family.latent_attention else 0
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         rotary_dim = value_dim = head_dim
         if kv_lora:
             rotary_dim, value_dim = config.qk_rope_head_dim, config.v_head_dim
             head_dim = config.qk_nope_head_dim + rotary_dim
         inner = expert_intermediate(config) if experts else 0
-        gpt_oss = name == "GptOssForCausalLM"
         return cls(
             layers=config.num_hidden_layers,
             moe_layers=routes.moe_layers if routes else (),
@@ -146,17 +139,21 @@ class Shape:
             shared_intermediate=inner * (getattr(config, "n_shared_experts", None) or 0),
             q_lora=(config.q_lora_rank or 0) if kv_lora else 0,
             kv_lora=kv_lora,
-            qk_norm=_QK_NORM.get(name, "none"),
-            qkv_bias=bool(getattr(config, "attention_bias", False)),
-            bias=gpt_oss or bool(getattr(config, "mlp_bias", False)),
-            sinks=gpt_oss,
-            router_bias=gpt_oss,
+            qk_norm=family.qk_norm,
+            qkv_bias=_told(family.qkv_bias, config, "attention_bias"),
+            bias=_told(family.bias, config, "mlp_bias"),
+            sinks=family.sinks,
+            router_bias=family.router_bias,
             value_head=value_head,
         )
 
     def padded_vocab(self, tensor: int) -> int:
         """Number of rows of embedding and head, a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
+
+
+def _told(of_family: bool | None, config: PreTrainedConfig, key: str) -> bool:
+    return bool(getattr(config, key, False)) if of_family is None else of_family
 
 
 def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:

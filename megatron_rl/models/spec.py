@@ -42,13 +42,15 @@ def layer_spec(
     flash_attention: FlashImpl = "torch",
     plain: bool = False,
     rotary: Rotary | None = None,
+    norms_over_all_heads: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
     Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
     experts; the core attention is ours in both. ignore_sinks, flash_attention: as of `CoreAttention`. plain: the latter in any
-    case. rotary: batch-invariant layers, which rotate so; local ones.
+    case. rotary: batch-invariant layers, which rotate so; local ones. norms_over_all_heads: those of queries and
+    keys, as OLMoE has them (`Family.qk_norm`).
     """
     fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
@@ -58,7 +60,7 @@ def layer_spec(
     for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
-        _set_attention(layer.submodules.self_attention, config, fast, core)
+        _set_attention(layer.submodules.self_attention, config, fast, core, norms_over_all_heads)
         if fast:
             layer.submodules.sharded_state_dict_keys_map |= _LATENT if config.multi_latent_attention else _MOE
         else:
@@ -71,7 +73,7 @@ def layer_spec(
     return block
 
 
-def _set_attention(attention: Any, config: Any, fast: bool, core: ModuleSpec) -> None:
+def _set_attention(attention: Any, config: Any, fast: bool, core: ModuleSpec, norms_over_all_heads: bool) -> None:
     attention.submodules.core_attention = core
     if config.multi_latent_attention:
         attention.module = MLASelfAttention
@@ -80,18 +82,9 @@ def _set_attention(attention: Any, config: Any, fast: bool, core: ModuleSpec) ->
             attention.submodules.kv_layernorm = norm
             attention.submodules.q_layernorm = norm if config.q_lora_rank else IdentityOp
         return
-    attention.module = HeadsNormSelfAttention if _norms_over_all_heads(config) else SelfAttention
+    attention.module = HeadsNormSelfAttention if norms_over_all_heads else SelfAttention
     if config.qk_layernorm and not fast:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-
-
-def _norms_over_all_heads(config: TransformerConfig) -> bool:
-    """Whether norms run over all heads, as OLMoE's do. Its provider has no field that says so, so its class does."""
-    if not hasattr(config, "provide"):
-        return False
-    from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
-
-    return isinstance(config, OlMoEModelProvider)
 
 
 def _with_our_router(mlp: partial) -> partial:

@@ -17,7 +17,8 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
 from megatron_rl.config.credentials import WRONG_KEY, bearer, hide
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import architecture, one_line
+from megatron_rl.models.families import architecture
+from megatron_rl.models.parallel_check import one_line
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.servers.client import with_scheme
 from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, asks_routes, has_experts

@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from megatron_rl.models.families import FAMILIES
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     MODULUS,
     PREFIX,
@@ -29,8 +30,8 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
 # -- slots ---------------------------------------------------------------------------------------------------------------
 # Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
 # SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
-# modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, gpt-oss). The scales
-# of FP8 blocks are stacked like the weights that they belong to.
+# modules: the usual ones stand here, others in the files of their families (`models.families`).
+# The scales of FP8 blocks are stacked like the weights that they belong to.
 
 
 _FUSED = {
@@ -39,17 +40,12 @@ _FUSED = {
     "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
-    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
-    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
-}
+} | {module: slot for family in FAMILIES.values() for module, slot in family.fused.items()}
 _EXPERT = {
     "gate_proj": ("w13_weight", 0),
-    "w1": ("w13_weight", 0),
     "up_proj": ("w13_weight", 1),
-    "w3": ("w13_weight", 1),
     "down_proj": ("w2_weight", 0),
-    "w2": ("w2_weight", 0),
-}
+} | {module: slot for family in FAMILIES.values() for module, slot in family.fused_experts.items()}
 _ALL_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREDICTOR_WEIGHT = ".predictor.weight"
 """The end of the names of route predictors (`megatron_rl_models`)."""

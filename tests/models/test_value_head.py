@@ -20,8 +20,9 @@ from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import load
 from megatron_rl.models.convert import hf_to_megatron, megatron_to_hf
+from megatron_rl.models.families import architecture, is_classifier
 from megatron_rl.models.hf_folder import read_weights
-from megatron_rl.models.parallel_check import architecture, is_classifier, read_hf_config
+from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.trainer.trainer import build_trainer
 
 IN_TRANSFORMERS = ("qwen3_moe", "qwen3", "llama", "mixtral", "deepseek_v3", "gpt_oss")

@@ -177,7 +177,7 @@ def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
         assert set(compiled) == set(outcome["kernels"]["triton"] if compiles else ()), name
         assert set(compiled.values()) <= {"ok"}, (name, compiled)
     flashinfer = any("flashinfer" in outcome["kernels"] for outcome in found.values())
-    # Attribution names the routers that multiply few tokens otherwise: ROUTERS_OF_FEW.
+    # Attribution names the routers that multiply few tokens otherwise: few_tokens of the families.
     of_few = {
         kind: {name for name, o in found.items() if product in o["kernels"].get(kind, ())} for kind, product in FEW
     }

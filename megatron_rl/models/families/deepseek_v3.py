@@ -1,0 +1,67 @@
+"""DeepSeek-V3 and Moonlight: multi-latent attention, shared experts, sigmoid routers with biases for balance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from megatron_rl.models.families.family import Family, TinySizes
+
+
+def _bridge() -> type:
+    from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
+
+    class DeepSeekV3(DeepSeekV3Bridge):
+        """The original's settings, for RL."""
+
+        def provider_bridge(self, hf_pretrained: Any) -> Any:
+            provider = super().provider_bridge(hf_pretrained)
+            provider.mtp_num_layers = None  # the policy is the model without its draft layers
+            provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance that pre-training found
+            return provider
+
+    return DeepSeekV3
+
+
+def _provider() -> type:
+    from megatron.bridge.models.mla_provider import MLAModelProvider
+
+    return MLAModelProvider
+
+
+def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
+    """Moonlight's shape (MLA, two shared experts, first layer dense), with two expert groups."""
+    return transformers.DeepseekV3Config(
+        **s.decoder | {"num_key_value_heads": s.heads},
+        **s.routed,
+        n_routed_experts=s.experts,
+        n_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        routed_scaling_factor=2.446,
+        first_k_dense_replace=1,
+        q_lora_rank=s.q_lora_rank or None,
+        kv_lora_rank=2 * s.head_dim,
+        qk_nope_head_dim=s.head_dim,
+        qk_rope_head_dim=s.head_dim // 2,
+        v_head_dim=s.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+
+
+FAMILY = Family(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    _bridge,
+    _tiny,
+    provider=_provider,
+    latent_attention=True,
+    tied_in_sglang=True,
+    few_tokens=16,
+    fused={"q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)},
+)

@@ -32,7 +32,8 @@ def _provider() -> type:
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
     """Moonlight's shape (MLA, two shared experts, first layer dense), with two expert groups."""
-    return transformers.DeepseekV3Config(
+    return transformers.AutoConfig.for_model(
+        "deepseek_v3",
         **s.decoder | {"num_key_value_heads": s.heads},
         **s.routed,
         n_routed_experts=s.experts,

@@ -38,7 +38,8 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
             f"gpt_oss: hidden {s.hidden} is twice the expert's intermediate size, so that gate_up_proj is square and "
             "converters cannot tell its orientation; choose another --expert-intermediate"
         )
-    return transformers.GptOssConfig(
+    return transformers.AutoConfig.for_model(
+        "gpt_oss",
         **s.decoder | {"intermediate_size": s.expert_intermediate},
         head_dim=s.head_dim,
         num_local_experts=s.experts,

@@ -15,7 +15,7 @@ def _bridge() -> type:
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
     """With tied embeddings, as in the small Llama models."""
-    return transformers.LlamaConfig(**s.decoder | {"tie_word_embeddings": True}, head_dim=s.head_dim)
+    return transformers.AutoConfig.for_model("llama", **s.decoder | {"tie_word_embeddings": True}, head_dim=s.head_dim)
 
 
 def _unsupported(config: transformers.PreTrainedConfig) -> tuple[str, str] | None:

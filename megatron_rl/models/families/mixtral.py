@@ -69,7 +69,8 @@ def _bridge() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    return transformers.MixtralConfig(
+    return transformers.AutoConfig.for_model(
+        "mixtral",
         **s.decoder | {"intermediate_size": s.expert_intermediate},
         head_dim=s.head_dim,
         num_local_experts=s.experts,

@@ -46,7 +46,8 @@ def _provider() -> type:
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
     """Every layer is MoE, `intermediate_size` is the expert's; no grouped queries, which SGLang lacks for it."""
-    return transformers.OlmoeConfig(
+    return transformers.AutoConfig.for_model(
+        "olmoe",
         **s.decoder | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},
         num_experts=s.experts,
         num_experts_per_tok=s.topk,

@@ -14,7 +14,7 @@ def _bridge() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    return transformers.Qwen3Config(**s.decoder, head_dim=s.head_dim)
+    return transformers.AutoConfig.for_model("qwen3", **s.decoder, head_dim=s.head_dim)
 
 
 FAMILY = Family("Qwen3ForCausalLM", "qwen3", _bridge, _tiny, qk_norm="head", tied_in_sglang=True)

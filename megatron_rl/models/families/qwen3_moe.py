@@ -14,8 +14,8 @@ def _bridge() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    return transformers.Qwen3MoeConfig(
-        **s.decoder, head_dim=s.head_dim, **s.routed, num_experts=s.experts, norm_topk_prob=True
+    return transformers.AutoConfig.for_model(
+        "qwen3_moe", **s.decoder, head_dim=s.head_dim, **s.routed, num_experts=s.experts, norm_topk_prob=True
     )
 
 

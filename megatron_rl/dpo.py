@@ -26,7 +26,7 @@ TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust"), ("pair", "list")),
     "kto": ("label", "pair"),
 }
-"""What kinds of preferences a loss learns from."""
+"""Loss -> the kinds of preferences that it learns from."""
 
 
 def dpo(config: Config) -> None:

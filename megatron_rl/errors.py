@@ -18,7 +18,7 @@ class StopRequested(BaseException):
 
 
 def together[T](work: Callable[[], T] | None, group: torch.distributed.ProcessGroup | None = None) -> T | None:
-    """What `work` returns on this process (None: it has nothing to do); an error of one process is raised on all of the group.
+    """Run `work` (None: nothing) and return its result; an error of one process is raised on all of the group.
 
     So none waits in a collective for one that has stopped. Errors: the first process's, by rank; one that is no UserError is
     a UserError with its text elsewhere. Every process of the group calls it; without torch.distributed it is `work()`.

@@ -19,13 +19,13 @@ SEVERAL = {"pair": "pairs", "list": "lists", "label": "labels", "point": "scores
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did."""
+    """Result of a step."""
 
     update: Update
     trained: Sequence[Tokens]
     """This data-parallel rank's sequences."""
     measured: Metrics = field(default_factory=dict)
-    """What this process measured beside the update."""
+    """Metrics that this process measured beside the update."""
 
 
 def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[[], dict[str, float]]) -> None:

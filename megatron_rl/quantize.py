@@ -22,7 +22,7 @@ from megatron_rl.run.run import Run
 
 REPORT = "quantization.json"
 MEASURED = ("abs_mean", "abs_p99", "ratio_max", "ratio_min")
-"""Of the mismatch's figures those that say something of tokens that neither side sampled."""
+"""Figures of the mismatch that also speak of tokens that neither side sampled."""
 
 
 def quantize(config: Config) -> None:

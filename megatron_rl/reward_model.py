@@ -29,7 +29,7 @@ TAKES: dict[str, tuple[Kind, ...]] = {
     "squared_error": ("point", "label", "list", "steps"),
     "cross_entropy": ("label", "point", "steps"),
 }
-"""What kinds of preferences a loss learns from."""
+"""Loss -> the kinds of preferences that it learns from."""
 
 
 def reward(config: Config) -> None:

@@ -64,7 +64,7 @@ class TimeLimit:
         return await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
-        """Whether it was this limit that ended the body."""
+        """True if it was this limit that ended the body."""
         return self._timeout.expired()
 
     @contextmanager

@@ -35,7 +35,7 @@ class Conversation:
 
     @property
     def context(self) -> list[int]:
-        """What the next reply is asked after."""
+        """Token ids after which the next reply is asked."""
         return [*self.prompt, *self.tokens]
 
     def known_routes(self, pushed: str | None = None) -> int:
@@ -139,7 +139,7 @@ class Conversation:
 
 
 def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:
-    """Those of all replies; positions are counted over the whole response."""
+    """Router features of all replies; positions are counted over the whole response."""
     found = [(turn.start, reply.features) for turn, reply in pairs if reply.features is not None]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What an agent says through the OpenAI API, as conversations that are exact to the token.
+"""Records what an agent says through the OpenAI API, as conversations that are exact to the token.
 
 Messages that extend a recorded conversation reuse its tokens. All others (a sub-agent, a rewritten history) begin a sequence of
 their own, whose prompt holds whatever was said before; nothing that was sampled is rendered again where it trains.
@@ -138,13 +138,13 @@ class Session:
     form: Dialect
     ask: Ask
     max_new_tokens: int
-    """Of one sequence, observations included."""
+    """Number of tokens in the sequence, tool results included."""
     context_length: int
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a reply, beside the dialect's own."""
     branches: list[Branch] = field(default_factory=list)
     last: Parsed = field(default_factory=Parsed)
-    """What the last reply says."""
+    """The last reply, parsed."""
     latest: Branch | None = None
     """The sequence that it belongs to."""
     parts: Collection[str] = ("correct",)
@@ -358,7 +358,7 @@ def _part_text(part: Any) -> str:
 
 
 def _key(message: Mapping[str, Any]) -> Any:
-    """What makes two messages the same: role, text and calls, but not the calls' ids."""
+    """Key by which two messages are the same: role, text and calls, but not the calls' ids."""
     calls = []
     for call in message.get("tool_calls") or []:
         calls.append((call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)))

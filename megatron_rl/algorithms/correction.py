@@ -88,7 +88,7 @@ def token_weights(
 
 @torch.no_grad()
 def counts(found: TokenWeights, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """What each token adds to the denominator of the loss [T], fp64. found: the weights that its term has.
+    """Contribution of each token to the denominator of the loss [T], fp64. found: the weights that its term has.
 
     sampled: 1 for each token of the mask, whatever its weight: the mean that theorem 5.3 of "Taming the Tail" takes.
     kept_sequences: 0 in a sequence that the veto or the rejection dropped whole, 1 elsewhere: what is masked or outside of

@@ -56,9 +56,9 @@ class PolicyLoss:
 
     terms: Callable[[LossInputs], LossTerms]
     per_token: bool = True
-    """Whether a term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
+    """True if a term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
     has_ratio: bool = True
-    """Whether the loss depends on the old log-probs."""
+    """True if the loss depends on the old log-probs."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Give the terms of the packed tokens."""
@@ -284,7 +284,7 @@ def clipped_value(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """What `explained_variance` needs to know of the masked-in tokens: [5] fp64 that may be added up.
+    """Sums over the masked-in tokens from which `explained_variance` is computed: [5] fp64 that may be added up.
 
     Sums of 1, R, R^2, R - v and (R - v)^2. values v, returns R, mask: any one shape.
     """

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from megatron_rl.algorithms.kl import check_positive
 
 DPOKind = Literal["sigmoid", "ipo", "hinge", "robust"]
-"""What becomes of a pair's difference of log-ratios; `dpo` has the formulas."""
+"""Loss of a pair's difference of log-ratios; `dpo` has the formulas."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def pairs(group_ids: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def pair_calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> Tensor:
-    """What `calibration_error` needs to know of N pairs: [3, bins] fp64 that may be added up, over micro-batches and ranks.
+    """Sums over N pairs, for `calibration_error`: [3, bins] fp64 that add up over micro-batches and ranks.
 
     With p = sigmoid(chosen - rejected), a pair's confidence is max(p, 1 - p), and it is right (1) where p > 1/2, wrong (0)
     where p < 1/2, and 1/2 where the scores are equal. Rows: pairs, sum of confidences, sum of right ones; bins of equal width

@@ -75,12 +75,12 @@ class SamplingSupport:
 
     @property
     def keeps_sets(self) -> bool:
-        """Whether the engine's kept set goes with every token."""
+        """True if the engine's kept set goes with every token."""
         return (self.top_p < 1.0 or self.top_k > 0) and self.temperature > 0
 
     @property
     def has_processor(self) -> bool:
-        """Whether the engine bounds the tail by a logit processor of ours."""
+        """True if the engine bounds the tail by a logit processor of ours."""
         return bool(self._bounds)
 
     @property
@@ -90,7 +90,7 @@ class SamplingSupport:
 
     @property
     def engine_rho(self) -> float:
-        """What the engine prunes by; 0: it does not."""
+        """The engine's pruning threshold; 0: it does not prune."""
         return self.min_p if self.engine_min_p is None else self.engine_min_p
 
     @property
@@ -99,7 +99,7 @@ class SamplingSupport:
         return replace(self, min_p=0.0, engine_min_p=None)
 
     def sampled(self) -> dict[str, float]:
-        """What a record says of the engine's side, from which its tokens and log-probs are: min_p is the engine's."""
+        """The support that tokens and log-probs come from, as records hold it: min_p is the engine's."""
         found = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.engine_rho}
         return found | {"tail_floor": self.tail_floor}
 

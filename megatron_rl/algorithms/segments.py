@@ -23,7 +23,7 @@ class Segments:
     all_reduce: AllReduce | None = None
     """Sum over the ranks that hold the other parts; None: every sequence is whole here."""
     counts: bool = True
-    """Whether figures of whole sequences are counted here: on one rank of those that hold the parts."""
+    """True if figures of whole sequences are counted here: on one rank of those that hold the parts."""
 
     @classmethod
     def of(cls, ids: Tensor) -> Segments:

@@ -28,7 +28,7 @@ AllReduce = Callable[[Tensor], Tensor]
 Attraction = Literal["kernel", "mean"]
 """How gradients are combined: by alpha K as Eq. 10 has it, or by a weighted mean (`mixing`)."""
 OrthogonalityForm = Literal["cosine", "projection"]
-"""What `orthogonality_loss` adds up."""
+"""Form of the term that `orthogonality_loss` adds up."""
 MOST_NEIGHBORS = 4
 """Most neighbors, and inactive neighbors, that an expert has by default."""
 TOLERANCE = 1e-10

@@ -22,7 +22,7 @@ class Step:
 
     name: str
     says: str
-    """What is compared, in words."""
+    """Description of the comparison."""
     found: Comparison
     remark: str = ""
 
@@ -128,7 +128,7 @@ def _left_out(found: Comparison) -> list[str]:
 
 
 def as_json(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> dict[str, Any]:
-    """What certificate.json holds."""
+    """Content of certificate.json."""
 
     def of_difference(one: Difference) -> dict[str, Any]:
         return {"rows": one.rows, "unequal": one.unequal, "largest": one.largest}

@@ -18,7 +18,7 @@ LOG_PROBS = "log-probs"
 
 @dataclass
 class Recorded:
-    """What one side computed for one sequence of n tokens, in R rows."""
+    """Values that one side computed for one sequence of n tokens, in R rows."""
 
     tokens: Tensor
     """[n] int64."""
@@ -31,7 +31,7 @@ class Recorded:
 
 
 Recording = Mapping[int, Recorded]
-"""By the number of the sequence."""
+"""Sequence number -> its recorded values."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Difference:
     rows: int = 0
     """Rows that both have."""
     unequal: int = 0
-    """Of these, those with an unequal value."""
+    """Number of these with an unequal value."""
     largest: float = 0.0
     """Largest absolute difference."""
 
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both are equal to the last bit, wherever they were compared; False where they were not."""
+        """True if both are equal to the last bit, wherever they were compared; False where they were not."""
         differences = [self.log_probs, *self.places.values()]
         return self.tokens > 0 and not self.otherwise and not any(one.unequal for one in differences)
 
@@ -89,7 +89,7 @@ class Comparison:
 
 
 def order_of(place: Place) -> tuple[float, int]:
-    """By which places are sorted as they are computed."""
+    """Sort key of a place: places come in the order in which they are computed."""
     layer, operator = place
     if layer is None:
         return {EMBEDDING: -1.0, FINAL_NORM: float("inf")}[operator], 0
@@ -148,7 +148,7 @@ def matching_rows(left: Tensor, right: Tensor, length: int) -> tuple[Tensor, Ten
 
 
 def _k3(left: Tensor, right: Tensor) -> Tensor:
-    """Of each token [n]; none of those that are not finite."""
+    """k3 estimate of each token [n]; tokens whose log-probs are not finite are left out."""
     d = left.double() - right.double()
     return divergence(d[d.isfinite()], "k3")
 

@@ -28,10 +28,10 @@ POLL_S = 0.002
 
 @dataclass
 class Sides:
-    """What the engine computed, by the number of the sequence, in each way."""
+    """The engine's values by sequence number, for each way of computing them."""
 
     trajectories: list[Trajectory]
-    """What it sampled in `decode`, which all others are about."""
+    """Responses sampled in `decode`; the other ways read the same ones."""
     decode: dict[int, Recorded] = field(default_factory=dict)
     decode_alone: dict[int, Recorded] = field(default_factory=dict)
     prefill: dict[int, Recorded] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class EngineRecorder:
         return found
 
     _while_asking: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """What is done while a call is under way."""
+    """Coroutine that runs beside a call."""
 
     def _ask(
         self, prompts: list[list[int]], sampling: Any, *, options: dict[str, Any] | None = None, **more: Any

@@ -1,4 +1,4 @@
-"""What the trainer's operators put out while it scores, row by row, under the names that the engine's have."""
+"""Records the outputs of the trainer's operators while it scores, row by row, under the names that the engine's have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OUTPUTS = {
 }
 """Module of a layer -> what it puts out."""
 SUMS_OF_BIAS = ("output projection", "MLP")
-"""What Megatron returns with its bias beside it, which it adds with the residual."""
+"""Operators whose bias Megatron returns beside the output and adds with the residual."""
 _INPUTS = {
     "self_attention.linear_q_up_proj": ("query latents",),
     "self_attention.core_attention": ("query", "key"),
@@ -101,7 +101,7 @@ class TrainerRecorder:
     def together(
         self, samples: Sequence[Trajectory], support: SamplingSupport, *, operators: bool = True
     ) -> dict[int, Recorded]:
-        """Of all samples, in as few micro-batches as a step has; on rank 0, empty elsewhere. Collective.
+        """Record all samples, in as few micro-batches as a step has. Returned on rank 0, empty elsewhere. Collective.
 
         support: under which log-probs are. operators: note these too. Log-probs are those of the response.
         """
@@ -163,7 +163,7 @@ class TrainerRecorder:
     def _gather(
         self, samples: Sequence[Trajectory], found: dict[int, dict[Place | None, tuple[Tensor, Tensor]]]
     ) -> dict[int, Recorded]:
-        """Of all pipeline stages, and of all context-parallel ranks, which have some of a sequence's rows."""
+        """Gather the rows of all pipeline stages and context-parallel ranks."""
         ranks = self.trainer.ranks
         gathered: list[Any] = [None] * ranks.world_size
         if parallel_state.get_tensor_model_parallel_rank() > 0:

@@ -45,7 +45,7 @@ MEANING = {
     "optimizer_step": "temporaries of the step",
     "transform": "temporaries of VP2O's transform",
 }
-"""What each kind of bytes on a GPU is."""
+"""Kind of bytes on a GPU -> its meaning."""
 
 
 def plan_command(config: Config, gpus: int, memory_gb: float, *, run: Kind = "train", as_json: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What `precision.identical` cannot keep equal to the last bit, each refused by name."""
+"""Refusals of what `precision.identical` cannot keep equal to the last bit."""
 
 from __future__ import annotations
 

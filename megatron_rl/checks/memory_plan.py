@@ -46,7 +46,7 @@ GB = 10**9
 RESERVE = 3 * GB
 """CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
 ASLEEP = 2 * GB
-"""What a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
+"""Bytes that a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
@@ -61,12 +61,12 @@ STEIN_BUFFERS = 3
 
 @dataclass(frozen=True)
 class Kernels:
-    """What kernels keep for the backward, where they differ."""
+    """Differences between kernels in what they keep for the backward."""
 
     norm: int = 1
     """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
     fused_swiglu: bool = True
-    """Whether the activation of dense MLPs and shared experts keeps its input alone."""
+    """True if the activation of dense MLPs and shared experts keeps its input alone."""
     clamped_experts: int = 5
     """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
     and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
@@ -121,7 +121,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs."""
+    """Memory that a run needs."""
 
     gpus: int
     counts: Counts
@@ -137,7 +137,7 @@ class Estimate:
     """Share of an update's passes in which a pipeline stage waits with so many; with fewer it is more."""
 
     def fits(self, memory: int) -> bool:
-        """Whether the run fits in `memory` bytes of each GPU."""
+        """True if the run fits in `memory` bytes of each GPU."""
         return self.usage.total <= memory
 
 
@@ -206,7 +206,7 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
 
 
 def trained_weights(config: Config, weights: list[Weight]) -> list[Weight]:
-    """Those that have gradients and optimizer state."""
+    """Weights that have gradients and optimizer state."""
     if config.lora.rank:
         return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
     # A pattern that names single experts does not match the * of all.
@@ -214,12 +214,12 @@ def trained_weights(config: Config, weights: list[Weight]) -> list[Weight]:
 
 
 def _mask_bytes(config: Config, weights: list[Weight]) -> int:
-    """Of the zeros that model.keep_zeros keeps: a byte for each number of the matrices, as if all of them had some."""
+    """Bytes of the masks of model.keep_zeros: a byte for each number of the matrices, as if all of them had some."""
     return sum(w.size for w in weights if w.is_matrix) if config.model.keep_zeros else 0
 
 
 def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
-    """Of the frozen reference's weights, on the model's own layout; with adapters it is the model itself, without them."""
+    """Bytes of the frozen reference on the model's own layout; with adapters it is the model itself."""
     folder = reference_of(config, run)
     own = config.lora.rank > 0 and Path(folder or "").resolve() == Path(config.model.path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
@@ -285,7 +285,7 @@ class _StepTokens:
 
 
 def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _StepTokens) -> dict[str, int]:
-    """What all micro-batches of a step hold on the GPU until its last update."""
+    """Bytes that all micro-batches of a step hold on the GPU until its last update."""
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
     scores = "old_log_probs" in Policy(config).needs
     per_token += 4 * (scores + (config.algorithm.kl.coefficient > 0))

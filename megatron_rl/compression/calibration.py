@@ -1,4 +1,4 @@
-"""What the parts of a model do on calibration data, by passes of the trainer that are looked at from within.
+"""Measures the parts of a model on calibration data, by passes of the trainer that are looked at from within.
 
 Hooks on the modules of this process add sums over its tokens into tables of the whole model, of which each number belongs to
 one process or is a sum over several: the sum of all processes' tables is that of the whole model, under every layout.
@@ -49,7 +49,7 @@ class Watched:
 
     @property
     def real(self) -> RealTokens:
-        """Of the micro-batch under way."""
+        """Tokens of the micro-batch under way that are no padding."""
         assert self._real is not None
         return self._real
 
@@ -90,7 +90,7 @@ def layers_of(chunk: GPTModel) -> list[Any]:
 
 
 def is_moe(layer: Any) -> bool:
-    """Whether a layer of Megatron has experts."""
+    """True if a layer of Megatron has experts."""
     return hasattr(layer.mlp, "router")
 
 

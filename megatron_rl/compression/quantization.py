@@ -50,7 +50,7 @@ _TINY = 2.0**-24
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Of groups whose largest magnitude is amax: bf16, the type in which SGLang holds them; 1 for a group of zeros."""
+    """Scales of groups with largest magnitude amax: bf16, as SGLang holds them; 1 for a group of zeros."""
     return torch.where(amax > _TINY, amax.float() / HIGHEST, 1.0).bfloat16()
 
 
@@ -274,12 +274,12 @@ def _share_scales(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What quantizes a weight of a file."""
+    """Quantizer of a weight of a file."""
 
     weights: Any
     inputs: Any
     rows: slice
-    """Of the matrix that its quantizer sees."""
+    """Its rows in the matrix that its quantizer sees."""
 
 
 class _Layers:
@@ -290,7 +290,7 @@ class _Layers:
         self._renamed = family_of(model.config).renamed
 
     def find(self, name: str) -> _Layer | None:
-        """Of a tensor; None where it is not quantized."""
+        """The layer of a tensor; None where it is not quantized."""
         if not fp8.is_quantized(name):
             return None
         module = ".".join(self._renamed.get(part, part) for part in name.removesuffix(".weight").split("."))

@@ -98,7 +98,7 @@ def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 12
 
 
 def pattern_of(config: PruneConfig) -> Pattern:
-    """What prune.sparsity asks for."""
+    """The pattern that prune.sparsity asks for."""
     if config.sparsity == "unstructured":
         return Pattern(ratio=config.ratio)
     keep, of = map(int, config.sparsity.split(":"))

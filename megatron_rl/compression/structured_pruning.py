@@ -24,12 +24,12 @@ from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 
 REPORT = "prune.json"
-"""What was kept, beside the weights."""
+"""Name of the file beside the weights that says which parts were kept."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays, by its numbers in the model as it was; of what is not named here everything stays."""
+    """Parts that stay, by their numbers in the model as it was; parts that are not named here stay whole."""
 
     layers: list[int] | None = None
     groups: Mapping[int, list[int]] = field(default_factory=dict)
@@ -185,7 +185,10 @@ def _stacked(
 def choose(
     importance: Mapping[str, Tensor], sizes: Sizes, shape: Shape, keep: Callable[[Tensor, int], list[int]]
 ) -> Kept:
-    """What stays of a model, by what `trainer.calibration` found. keep: importance [n], how many -> their places."""
+    """Choose the parts of a model that stay, by what `trainer.calibration` found.
+
+    keep: importance [n], how many -> their places.
+    """
 
     def each(name: str, count: int | None, of: list[int]) -> dict[int, list[int]]:
         return {} if count is None else {layer: keep(importance[name][layer], count) for layer in of}

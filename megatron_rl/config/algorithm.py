@@ -20,7 +20,7 @@ class KLConfig:
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL to the reference; 0 keeps no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """What the KL of a token is estimated by in the loss; in the reward it is k1, log policy - log reference."""
+    """Estimator of a token's KL in the loss; in the reward it is k1, log policy - log reference."""
     placement: Annotated[Literal["loss", "reward"], only_with(".coefficient", example=0.05)] = "loss"
     """loss: a term beside the policy's; reward: taken off the reward, at each token for advantages that go from token to token
     (gae, reinforce_plus_plus), else from the response's."""
@@ -43,10 +43,12 @@ class AlgorithmConfig:
     """Advantages and the policy loss."""
 
     advantage: str = "grpo"
-    """Of whole responses: grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the
-    others; tilt: group size x softmax of r / tilt_temperature (with loss: reinforce); or your own function by module:name. Of
-    tokens: gae: PPO's, by the values of a critic (section critic); reinforce_plus_plus: rewards to come, whitened over the
-    step; reinforce_plus_plus_baseline: the same of r - mean over the responses to a prompt."""
+    """Advantage estimator. Over whole responses: grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r -
+    mean; rloo: r - mean of the others; tilt: group size x softmax of r / tilt_temperature (with loss: reinforce); or
+    your own function by module:name. Of tokens: gae: PPO's, by the values of a critic (section critic);
+    reinforce_plus_plus: rewards to come, whitened over the step; reinforce_plus_plus_baseline: the same of r - mean
+    over the responses to a prompt.
+    """
     gamma: Annotated[Fraction, only_with(".advantage", *OF_TOKENS)] = 1.0
     """Advantages of tokens: discount of a reward that comes one token later."""
     lam: Annotated[Fraction, only_with(".advantage", "gae")] = 0.95
@@ -55,7 +57,7 @@ class AlgorithmConfig:
     """gae: a response that a limit has ended would have gone on. true: in place of a score the value behind its last token
     stands for what would have come (part `overlong` counts); false: it is scored as it is, as a verifier scores it 0."""
     whiten: bool | None = None
-    """Whether advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
+    """True if advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
     advantage_clip: PositiveFloat | None = None
     """Largest absolute value of an advantage, after all else that makes it. null: no limit."""
     tilt_temperature: Annotated[PositiveFloat, only_with(".advantage", "tilt")] = 1.0
@@ -105,16 +107,18 @@ class RewardModelConfig:
     loss: Literal["bradley_terry", "hinge", "squared_gap", "plackett_luce", "squared_error", "cross_entropy"] = (
         "bradley_terry"
     )
-    """Of pairs and lists: bradley_terry: -log sigmoid of the difference; hinge: what the difference lacks of a margin;
-    squared_gap: the squared error of the difference to a margin; plackett_luce: minus the log-likelihood of a list's order. Of
-    single responses, and of steps (process rewards): squared_error to the score; cross_entropy to a label from 0 to 1, of
-    which the model's number is the logit."""
+    """Loss of the reward model. On pairs and lists: bradley_terry: -log sigmoid of the difference; hinge: what the
+    difference lacks of a margin; squared_gap: the squared error of the difference to a margin; plackett_luce: minus the
+    log-likelihood of a list's order. Of single responses, and of steps (process rewards): squared_error to the score;
+    cross_entropy to a label from 0 to 1, of which the model's number is the logit.
+    """
     pooling: Literal["last", "mean"] = "last"
     """The response's score. last: the value behind its last token, as Hugging Face's classifiers have it; mean: the mean of
     the values behind each of its tokens."""
     margin: Annotated[NonNegativeFloat | None, only_with(".loss", "bradley_terry", "hinge", "squared_gap")] = None
-    """What the difference should be (hinge, squared_gap; by default 1), or what Bradley-Terry subtracts from it (by default 0).
-    A pair's own column, data.margin_key, comes first."""
+    """Margin: what the difference should be (hinge, squared_gap; by default 1), or what Bradley-Terry subtracts from it
+    (by default 0). A pair's own column, data.margin_key, comes first.
+    """
     center: Annotated[NonNegativeFloat, only_with(".loss", "bradley_terry")] = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
     label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], only_with(".loss", "bradley_terry")] = 0.0
@@ -245,9 +249,11 @@ class CorrectionConfig:
     reject_above: Annotated[PositiveFloat | None, only_with(".reject", "k3", "k2", "abs_log_ratio")] = None
     """The largest value of the statistic that stays."""
     denominator: Literal["sampled", "kept_sequences", "kept_tokens", "weights"] = "kept_tokens"
-    """What the loss is a mean over. sampled: all tokens of the responses, those without a term too (they shrink the
-    gradient); kept_sequences: the tokens of the responses that neither veto nor reject dropped whole (the paper's);
-    kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL and entropy too."""
+    """Denominator of the loss: what it is a mean over. sampled: all tokens of the responses, those without a term too
+    (they shrink the gradient); kept_sequences: the tokens of the responses that neither veto nor reject dropped whole
+    (the paper's); kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL
+    and entropy too.
+    """
     bypass: bool = False
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
 
@@ -296,8 +302,9 @@ class VP2OConfig:
     enabled: bool = False
     """Measure co-activation and prototypes, and replace expert gradients by the transformed ones."""
     coactivation: Literal["hard", "soft"] = "hard"
-    """What two experts have in common (Eq. 6). hard: tokens that go to both; soft: their shares in the router's distribution
-    over all experts, multiplied, so that experts that never meet differ too."""
+    """Measure of what two experts have in common (Eq. 6). hard: tokens that go to both; soft: their shares in the
+    router's distribution over all experts, multiplied, so that experts that never meet differ too.
+    """
     neighbors: Annotated[Positive | None, not_with(".attract_above")] = None
     """Attraction: an expert follows the gradients of this many experts: itself and those most often active on the same tokens.
     1: its own alone. By default a quarter of the experts, 2 to 4 (below 4 experts 1)."""

@@ -118,8 +118,9 @@ class Config:
     quantize: Annotated[QuantizeConfig, read_by("quantize")] = QuantizeConfig()
     logging: LoggingConfig = LoggingConfig()
     hooks: Annotated[list[str], read_by("train")] = dataclasses.field(default_factory=list)
-    """What else takes part in updates, after what the config turns on: functions or classes of your own, module:name or
-    path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md)."""
+    """Further hooks of the update, after those that the config turns on: functions or classes of your own, module:name
+    or path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md).
+    """
 
     @property
     def run_dir(self) -> Path:
@@ -128,18 +129,18 @@ class Config:
 
     @property
     def zero_truncated(self) -> bool:
-        """Whether a response that a limit has ended has a reward of 0, whatever is in it."""
+        """True if a response that a limit has ended has a reward of 0, whatever is in it."""
         return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
 
     @property
     def bootstraps_truncated(self) -> bool:
-        """Whether the critic's value of the last state stands for what a limit has cut off."""
+        """True if the critic's value of the last state stands for what a limit has cut off."""
         algorithm = self.algorithm
         return algorithm.bootstrap_truncated and algorithm.advantage == "gae" and not self.zero_truncated
 
     @property
     def teaches(self) -> bool:
-        """Whether there is a teacher."""
+        """True if there is a teacher."""
         teacher = self.distillation
         return teacher.teacher is not None or teacher.address is not None or teacher.recorded
 

@@ -60,7 +60,7 @@ class LoRAConfig:
     rank: Count = 0
     """Rank r of each adapter, B A with A [r, in] and B [out, r]; 0: there are none, and all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """What an adapter adds to a layer is alpha / rank x B A x."""
+    """Scale of an adapter: it adds alpha / rank x B A x."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that an update leaves out. In RL the policy that samples has none: keep it at 0 there."""
     targets: list[str] = dataclasses.field(
@@ -146,7 +146,7 @@ class PrecisionConfig:
 
 @section
 class PruneConfig:
-    """What `megatron-rl prune` removes from a model; the section pruning is another thing: of a policy's vocabulary, in RL."""
+    """Parts that `megatron-rl prune` removes from a model; the section pruning is of the vocabulary, in RL."""
 
     layers: Positive | None = None
     """Layers that stay: those that turn their input the most (block influence)."""
@@ -161,7 +161,9 @@ class PruneConfig:
     expert_importance: Literal["reap", "frequency"] = "reap"
     """reap: mean of gate x norm of the output over the tokens that are sent to an expert; frequency: how many are sent."""
     channel_importance: Literal["activation", "wanda"] = "activation"
-    """Of inner channels: mean |activation|; or wanda: root mean square of the activation x norm of the weights behind it."""
+    """Importance of an inner channel: mean |activation|; or wanda: root mean square of the activation x norm of the
+    weights behind it.
+    """
     calibration_samples: Positive = 128
     """Demonstrations, or pieces of texts, on which importance is measured."""
     sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"

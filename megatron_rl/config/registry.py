@@ -61,7 +61,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _find(module: str) -> bool:
-    """Whether there is such a module; as for `python -m`, the working directory is a place to look."""
+    """True if there is such a module; as for `python -m`, the working directory is a place to look."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -157,7 +157,7 @@ class RolloutConfig:
 
     @property
     def external(self) -> bool:
-        """Whether others start the servers."""
+        """True if others start the servers."""
         return bool(self.addresses or self.address_folder)
 
 

@@ -41,7 +41,7 @@ class EngineRoutes:
     experts: int
     topk: int
     gates: bool = False
-    """Whether replies have the experts' weights too."""
+    """True if replies have the experts' weights too."""
 
     @classmethod
     def from_config(cls, config: dict, *, gates: bool = False) -> EngineRoutes:
@@ -191,7 +191,7 @@ class EngineFeatures:
         )
 
     def check(self, features: RouterFeatures, tokens: int) -> None:
-        """Whether they belong to this model and a response of so many tokens. Errors: ValueError saying why not."""
+        """Check that they belong to this model and a response of so many tokens. Errors: ValueError saying why not."""
         count, positions = len(features.positions), features.positions
         for name, width in (("hidden", self.hidden), ("logits", self.experts)):
             shape, wanted = tuple(getattr(features, name).shape), (count, self.moe_layers, width)
@@ -206,7 +206,7 @@ def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
-    """Whether recorded gates belong to these routes. Errors: ValueError saying why not."""
+    """Check that recorded gates belong to these routes. Errors: ValueError saying why not."""
     if gates is None:
         raise ValueError(
             "it has routes without gates: record it with rollout.gates: true, or set routing.replay_gates and rollout.gates to"
@@ -241,7 +241,7 @@ def join_gates(turns: Sequence[tuple[np.ndarray, str]], version: str) -> np.ndar
 
 
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
-    """Whether the last response token is known to come from weights `version`: with it the whole table does.
+    """True if the last response token is known to come from weights `version`: with it the whole table does.
 
     The top of this file says why. A response without tokens says nothing about its version.
     """

@@ -29,7 +29,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Layout:
-    """What the parallel layout and the model's routers ask of a packed micro-batch."""
+    """Constraints on a packed micro-batch that come from the parallel layout and the model's routers."""
 
     tensor: int = 1
     context: int = 1
@@ -246,7 +246,7 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
 def _recorded_top(
     samples: list[Sequence], borders: np.ndarray, places: np.ndarray, vocabulary: int | None
 ) -> TopLogProbs | None:
-    """What a teacher said of the labels at these places of the packed tokens; None where no sequence has any of it."""
+    """The teacher's log-probs for the labels at these places of the packed tokens; None without any."""
     k = max((sample.top.token_ids.shape[1] for sample in samples if sample.top is not None), default=None)
     if k is None:
         return None
@@ -284,7 +284,7 @@ def _engine_gates(samples: list[Sequence], borders: np.ndarray, shape: RouteShap
 
 
 def _missing(routes: np.ndarray) -> np.ndarray:
-    """Whether a token has no route, [tokens] bool."""
+    """True if a token has no route, [tokens] bool."""
     return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
 
 
@@ -297,7 +297,7 @@ def _route_table(
     layout: Layout,
     shape: RouteShape,
 ) -> RouteTable:
-    """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
+    """Route table of the tokens that sequence parallelism leaves to this process."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
     cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
     of_samples = _features(samples)

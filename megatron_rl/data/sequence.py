@@ -65,7 +65,7 @@ class RouterFeatures:
 
 @dataclass
 class TopLogProbs:
-    """What a teacher said of each of m labels: its k likeliest tokens there, with log-probs over its whole vocabulary."""
+    """A teacher's k likeliest tokens for each of m labels, with log-probs over its whole vocabulary."""
 
     token_ids: np.ndarray
     """[m, k] int32; -1: none."""
@@ -74,7 +74,7 @@ class TopLogProbs:
 
     @classmethod
     def none(cls, labels: int, k: int) -> Self:
-        """Of labels of which it said nothing."""
+        """Empty predictions for `labels` labels without recorded ones."""
         return cls(np.full((labels, k), -1, np.int32), np.zeros((labels, k), np.float32))
 
 
@@ -97,7 +97,7 @@ class Sequence:
     features: RouterFeatures | None = None
     """Features of the engine's routers, where it exports them."""
     top: TopLogProbs | None = None
-    """What a teacher said of the labels, where that was recorded."""
+    """The teacher's recorded predictions for the labels."""
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Self:

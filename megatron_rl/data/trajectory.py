@@ -1,4 +1,4 @@
-"""What comes back from the engine: one sampled response with everything that the trainer needs to know about it."""
+"""One sampled response as it comes back from the engine with everything that the trainer needs to know about it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Turn:
     calls: list[str] = field(default_factory=list)
     """Tools that a reply calls."""
     malformed: str = ""
-    """What is wrong with a reply's call."""
+    """Error in a reply's call."""
     seconds: float = 0.0
     """The tools' time, of an observation."""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -72,14 +72,14 @@ class Trajectory(Sequence):
     masked: bool = False
     """Nothing of it trains, and its group's baseline leaves it out: what went wrong was not the policy's fault."""
     turns: list[Turn] = field(default_factory=list)
-    """Of a conversation."""
+    """Turns of a conversation."""
     part: int = 0
     """Which sequence of its sample it is: an agent may lead several conversations for one prompt. Those behind the first, 0,
     have its reward and its advantage."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it before the policy did."""
+        """True if a limit ended it before the policy did."""
         return self.finish_reason in TRUNCATED
 
 
@@ -138,7 +138,10 @@ def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: 
 
 
 def read_trajectories(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    """What write_trajectories wrote, from np.load's mapping. Errors: KeyError and others for what it did not."""
+    """Read trajectories that `write_trajectories` wrote, from np.load's mapping.
+
+    Errors: KeyError and others for anything else.
+    """
     rows = json.loads(arrays["rows"].tobytes())
     return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
 

@@ -1,4 +1,4 @@
-"""What all dialects share: the template's suffixes between turns, without ever rendering what was sampled."""
+"""Parts that all dialects share: the template's suffixes between turns, without ever rendering what was sampled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a reply says: calls, or a final answer, or neither because it is malformed."""
+    """Content of a reply: calls, or a final answer, or neither because it is malformed."""
 
     calls: list[Call] = field(default_factory=list)
     """All calls of the reply, none where one is malformed."""
@@ -52,7 +52,7 @@ class Parsed:
     said: str = ""
     """The text beside the calls, such as a reason, without the model's thinking."""
     malformed: str | None = None
-    """What is wrong with a call, as the model is told."""
+    """Error in a call, in the words that the model is told."""
     open: bool = False
     """The last call's text has no end of its own: of a reply that was cut off it is only a part."""
 
@@ -88,7 +88,7 @@ class Dialect:
     # -- what a dialect says of itself ----------------------------------------------------------------------------------
 
     def parse_text(self, text: str) -> Parsed:
-        """What the text of a reply says."""
+        """Parse the text of a reply."""
         raise NotImplementedError
 
     def call_text(self, call: Call) -> str:
@@ -128,7 +128,7 @@ class Dialect:
         return self._encode(render_prompt(self.tokenizer, shown, _WHAT, tools=told), contents)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
-        """What a reply says. token_ids: as sampled; the token that ended it is no part of what it says."""
+        """Parse a reply. token_ids: as sampled; the token that ended it is no part of what it says."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()

@@ -157,7 +157,7 @@ class Harmony(Dialect):
         return True
 
     def _misplaced(self, token_ids: Sequence[int]) -> str | None:
-        """What is wrong with special tokens, which the library takes for text inside of messages; None if nothing is."""
+        """Error in special tokens, which the library takes for text inside of messages; None if there is none."""
         marks = self._ids.marks
         ends = {marks["<|end|>"], *self._stops}
         places = {  # where a special token may stand, and what follows it
@@ -304,7 +304,7 @@ class Harmony(Dialect):
         return [(to, message.channel or "commentary") for message in messages if (to := _to(message)) and _named(to)]
 
     def _missing_end(self, reply: Sequence[int] | None) -> list[int]:
-        """What a reply lacks that was cut off: the end of its last message."""
+        """Tokens that a reply lacks because it was cut off: the end of its last message."""
         marks = self._ids.marks
         if not reply or reply[-1] in {marks["<|end|>"], *self._stops}:
             return []
@@ -356,7 +356,7 @@ def _named(recipient: str) -> str | None:
 
 
 def _is_code(message: Spoken) -> bool:
-    """Whether a message is plain code for the interpreter."""
+    """True if a message is plain code for the interpreter."""
     return message.recipient == "python" and "json" not in (message.content_type or "")
 
 
@@ -412,7 +412,7 @@ def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _is_interpreter(function: Mapping[str, Any]) -> bool:
-    """Whether a tool is one that a message of plain code to `python` can call."""
+    """True if a tool is one that a message of plain code to `python` can call."""
     arguments = (function.get("parameters") or {}).get("properties") or {}
     return function["name"] == "python" and list(arguments) == ["code"]
 

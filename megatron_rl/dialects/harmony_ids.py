@@ -19,12 +19,12 @@ from megatron_rl.errors import UserError
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 """Special tokens that a conversation is made of."""
 _RANKS = 199_998
-"""Of o200k_base: the tokens with lower ids are text, the others special."""
+"""Number of ranks of o200k_base: tokens with lower ids are text, the others special."""
 _BASE = "TIKTOKEN_ENCODINGS_BASE"
 
 
 def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer has the special tokens of Harmony."""
+    """True if a tokenizer has the special tokens of Harmony."""
     return set(MARKS) <= set(map(str, tokenizer.added_tokens_decoder.values()))
 
 

@@ -71,19 +71,25 @@ class Ranks:
         return [values[leader] for leader in self.leaders]
 
     def main_does(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """What `work` returns on global rank 0, on every process, as is its error. patient: however long it takes."""
+        """Run `work` on global rank 0; its result, or its error, is that of every process.
+
+        patient: however long it takes.
+        """
         if patient:
             work = self.patiently(work if self.rank == 0 else lambda: None)  # type: ignore[assignment]
         return self.from_main(together(work if self.rank == 0 else None, self.world_group))
 
     def leaders_do(self, work: Callable[[], T], *, patient: bool = False) -> T | None:
-        """What `work` returns on a leader, None elsewhere; one leader's error is every process's. patient: as of main_does."""
+        """Run `work` on the leaders and return its result there, None elsewhere; one leader's error is every process's.
+
+        patient: as of main_does.
+        """
         if patient:
             work = self.patiently(work if self.is_leader else lambda: None)  # type: ignore[assignment]
         return together(work if self.is_leader else None, self.world_group)
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """What `work` returns here; one process's error is every process's."""
+        """Run `work` here and return its result; one process's error is every process's."""
         done: Any = together(work, self.world_group)
         return done
 
@@ -254,7 +260,7 @@ def shutdown() -> None:
 
 
 class Interrupt:
-    """What trainers look at between passes, and between micro-batches where no pipeline has others on their way.
+    """Request to stop, which trainers look at between passes, and without a pipeline between micro-batches.
 
     All processes look equally often. Each look learns what was asked before the one before it, so that none waits for it.
     """

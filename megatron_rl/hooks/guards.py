@@ -1,4 +1,4 @@
-"""Whether what the engine says of its samples can be of this model at all: checked before anything is learned from it."""
+"""Checks that what the engine says of its samples can be of this model at all, before anything is learned from it."""
 
 from __future__ import annotations
 

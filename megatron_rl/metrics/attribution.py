@@ -23,7 +23,7 @@ class Source:
     name: str
     """routes | gates | tail | attention | precision | all"""
     removed_by: str
-    """What was done in its place; or why it could not be removed."""
+    """The replacement with which it was removed; or why it could not be removed."""
     kl: float | None
     """k3 estimate of KL(engine || trainer) without it, nats per token; None: not removed."""
     share: float | None = None

@@ -41,7 +41,7 @@ class Mismatch:
     not_finite: int = 0
     """Tokens left out because d is no finite number."""
     zero: int = 0
-    """Those among them of ratio 0: a trainer that has pruned the token says -inf."""
+    """Number of these with ratio 0: a trainer that has pruned the token says -inf."""
     k1: float = 0.0
     """Sum of -d."""
     k3: float = 0.0

@@ -12,7 +12,7 @@ from megatron_rl.metrics.reduce import Metrics, derived, mean
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, prefix: str = "preference") -> Metrics:
-    """Of pairs [P] of scores. The names are TRL's, where it has them.
+    """Metrics of pairs [P] of scores. The names are TRL's, where it has them.
 
     accuracy: share of the pairs in which the chosen one has the higher score, equal ones counting half; margin: mean
     difference; chosen, rejected: mean scores; calibration_error: how far the share of right pairs is from what the model gives

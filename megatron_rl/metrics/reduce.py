@@ -33,7 +33,9 @@ class Metric:
     finish: Callable[..., Figure]
     """Merged parts -> the figure, NaN or None where it has no value; or several, as `Figure` says."""
     across: Literal["parts", "mean", "sum"] = "parts"
-    """What updates, and layers, have together: their parts are merged, or their figures are averaged or added up."""
+    """Rule that combines the values of updates and layers: their parts are merged, or their figures are averaged or
+    added up.
+    """
     also: tuple[str, ...] = ()
     """Further names that it counts for: a layer's, of all layers."""
 

@@ -64,12 +64,12 @@ def plain_name(name: str, *, tied: bool) -> str:
 
 
 def is_frozen(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches the whole (plain) name."""
+    """True if a pattern matches the whole (plain) name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_target(name: str, targets: Iterable[str]) -> bool:
-    """Whether the weight of this (plain) name gets an adapter (`lora.targets`)."""
+    """True if the weight of this (plain) name gets an adapter (`lora.targets`)."""
     return is_frozen(name, targets) and name.endswith(".weight") and (".linear_" in name or ".router." in name)
 
 
@@ -145,7 +145,7 @@ class Adapter:
     """One adapter of this rank: of a layer, or of one expert in a layer of grouped ones."""
 
     name: str
-    """Of the layer in the whole model (`models.freeze`), without `.weight`."""
+    """Name of the layer in the whole model (`models.freeze`), without `.weight`."""
     layer: AdapterWrapper | ReplayRouter
     weight: torch.nn.Parameter
     """[out, in] of the layer, this rank's part."""
@@ -180,12 +180,12 @@ class Adapter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether its weights are those of an expert, of which expert-parallel ranks have others."""
+        """True if its weights are those of an expert, of which expert-parallel ranks have others."""
         return EXPERTS in self.name
 
     @property
     def gated(self) -> bool:
-        """Whether the layer's rows are those of a gate and, behind them, of what it gates."""
+        """True if the layer's rows are those of a gate and, behind them, of what it gates."""
         return self.name.endswith(".linear_fc1") and bool(self.module.config.gated_linear_unit)
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ class OurSpec(MegatronModelBridge):
     }
 
     value_head = False
-    """Whether the model's head is a `ValueHead`."""
+    """True if the model's head is a `ValueHead`."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The original's names, those of our norms that it lacks, and those of route predictors."""
@@ -77,7 +77,10 @@ class OurSpec(MegatronModelBridge):
         self._broadcast_shared_embeddings(chunks)
 
     def complete_tasks(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> list[WeightConversionTask]:
-        """What makes each parameter of the folder's tensors. Collective. Errors: IncompleteWeights, on all ranks alike."""
+        """Tasks that make each parameter from the folder's tensors.
+
+        Collective. Errors: IncompleteWeights, on all ranks alike.
+        """
         keys = set(source.state.source.get_all_keys())
         tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
         if self.value_head and SCORE not in keys:  # a language model's folder: the head stays as it is
@@ -91,7 +94,7 @@ class OurSpec(MegatronModelBridge):
         return tasks
 
     def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
-        """What is wrong when the tensors of the files and the parameters of the model do not match one to one."""
+        """Error message if the tensors of the files and the parameters of the model do not match one to one."""
         tied = self._share_embeddings_and_output_weights(chunks[0].config)
         fresh = self.value_head and SCORE not in keys
         names = {

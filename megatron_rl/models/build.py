@@ -69,11 +69,11 @@ class Model:
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained (`models.freeze`)."""
     value_head: bool = False
-    """Whether its head gives one number for each token, and not logits."""
+    """True if its head gives one number for each token, and not logits."""
     lora: LoRAConfig = NO_ADAPTERS
     """Adapters, with a rank above 0."""
     seed: int = 0
-    """Of the adapters' start."""
+    """Seed of the adapters' initialization."""
     pooling: Literal["last", "mean"] = "last"
     """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
     step_separator: str | None = None
@@ -129,7 +129,7 @@ class Model:
         ]
 
     def _names(self, chunks: list[GPTModel]) -> list[dict[str, str]]:
-        """Of each chunk: by a parameter's local name the plain one; that of a layer with an adapter is as without."""
+        """For each chunk: a parameter's local name -> its plain name; that of a layer with an adapter is as without."""
         tied = self.config.share_embeddings_and_output_weights
 
         def name_of(local: str, stage: int) -> str:
@@ -181,7 +181,7 @@ class Model:
             )
 
     def _begin_graph(self, chunk: GPTModel, names: Set[str]) -> None:
-        """What is computed again in the backward has gradients only if its input has, which a frozen embedding puts out."""
+        """Make a frozen embedding's output require gradients, as recomputed layers need of their input."""
         if self.config.recompute_granularity and EMBEDDING in names and chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
 
@@ -274,7 +274,7 @@ class Model:
         )
 
     def _classifier(self) -> dict[str, Any]:
-        """What config.json says of a model with a value head."""
+        """Entries of config.json for a model with a value head."""
         name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
         pad, ends = (getattr(self.hf_config, f"{which}_token_id", None) for which in ("pad", "eos"))
         if pad is not None and pad in (ends if isinstance(ends, list) else [ends]) and self.pooling == "last":

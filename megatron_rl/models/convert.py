@@ -87,7 +87,7 @@ def convert(
 def _convert_adapters(
     source: Path, adapters: Path, out: Path, quantize: str | None, base: Path | None, *, adapter: bool
 ) -> Path:
-    """By rank 0 of all: there is nothing to compute but sums."""
+    """Rank 0 converts all: there is nothing to compute but sums."""
     if quantize:
         raise UserError(
             f"convert: {source} has adapters; write the whole model first, then convert that with --quantize"
@@ -245,7 +245,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 
 def _streams() -> bool:
-    """Whether weights go through this process some at a time: it is alone, so that no tensor needs two of them at once."""
+    """True if weights go through this process some at a time: it is alone, so that no tensor needs two of them at once."""
     return dist.get_world_size() == 1 and not torch.cuda.is_available()
 
 

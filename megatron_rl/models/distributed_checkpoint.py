@@ -125,7 +125,7 @@ class Write:
             self._run()
 
     def written(self) -> bool:
-        """Whether this rank's files are written, or failed to be."""
+        """True if this rank's files are written, or failed to be."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -149,7 +149,7 @@ class Write:
             raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
 
     def _sourced(self, items: Iterable[tuple[Any, Tensor]], source: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        """What Megatron's writer goes through once, with the source's tensors."""
+        """The items that Megatron's writer goes through once, with the source's tensors."""
         try:
             for item, tensor in items:
                 yield item, source(tensor)

@@ -115,7 +115,7 @@ class Dequantized(Mapping[str, Tensor]):
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a Hugging Face tensor of this name becomes FP8."""
+    """True if a Hugging Face tensor of this name becomes FP8."""
     return _MATRIX.fullmatch(name) is not None
 
 

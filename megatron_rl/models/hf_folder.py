@@ -62,7 +62,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """What tells a folder's weights from others, without reading them all: the first numbers of every tensor.
+    """Digest that tells a folder's weights from others without reading them all: of the first numbers of every tensor.
 
     Training moves every number of a weight that it trains. Errors: UserError for a file that is damaged.
     """
@@ -123,7 +123,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells a tokenizer's tokens from those of others: 16 hexadecimal digits of its vocabulary, names and ids."""
+    """Digest of a tokenizer's vocabulary, names and ids: 16 hexadecimal digits."""
     items = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(items).encode()).hexdigest()[:16]
 
@@ -307,7 +307,7 @@ class Checksums:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Checksums]) -> Checksums:
-        """Those of all ranks, by names that tell of the rank where there are several."""
+        """Checksums of all ranks, by names that tell of the rank where there are several."""
         whole = cls()
         for rank, checksums in enumerate(ranks):
             whole.of |= {name if len(ranks) == 1 else f"{rank}.{name}": value for name, value in checksums.of.items()}

@@ -43,7 +43,7 @@ folder's B A does not go with the model as it is. PEFT converts it (path_initial
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one layer: scale x B A."""
+    """Low-rank update of one layer: scale x B A."""
 
     down: Tensor
     """A [r, in]."""
@@ -122,7 +122,7 @@ def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
 
 
 def _is_ours(adapter: Adapter) -> bool:
-    """Whether this rank is the one, of those that hold the same, that gives it."""
+    """True if this rank is the one, of those that hold the same, that gives it."""
     if adapter.is_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -199,7 +199,7 @@ class PeftFolder:
     """[1, hidden], the head of a reward model."""
 
     def scale(self, layer: str) -> float:
-        """By which B A of a layer counts."""
+        """Factor of B A in a layer."""
         rank = self.layers[layer].down.shape[0]
         alpha = float(self.settings.get("lora_alpha", 8))
         return alpha / rank**0.5 if self.settings.get("use_rslora") else alpha / rank

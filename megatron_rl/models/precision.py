@@ -105,9 +105,9 @@ class Machine:
     cuda: str | None
     """CUDA with which torch was built."""
     fused_adam: bool = False
-    """Whether Megatron's Adam is that of Transformer Engine or Apex; otherwise it is torch's."""
+    """True if Megatron's Adam is that of Transformer Engine or Apex; otherwise it is torch's."""
     fast_bf16: bool = True
-    """Whether GPU or processor multiply bf16 in hardware."""
+    """True if GPU or processor multiply bf16 in hardware."""
 
 
 def this_machine() -> Machine:
@@ -125,7 +125,7 @@ def this_machine() -> Machine:
 
 
 def has_bf16_instructions(cpuinfo: str) -> bool:
-    """Whether /proc/cpuinfo has the flags of AVX-512 BF16, AMX, or Arm's; what cannot be read is given credit."""
+    """True if /proc/cpuinfo has the flags of AVX-512 BF16, AMX, or Arm's; what cannot be read is given credit."""
     flags = {
         flag for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features")) for flag in line.split()
     }
@@ -152,7 +152,7 @@ def _cpuinfo() -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a recipe can run on a machine."""
+    """Answer to the question if a recipe can run on a machine."""
 
     recipe: str
     state: Literal["runs", "simulated", "cannot"]

@@ -32,7 +32,8 @@ class Weight:
     name: str
     """Megatron's without Transformer Engine (`models.freeze`), with * for the numbers of experts."""
     cut: bool = False
-    """Whether tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole."""
+    """True if tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole.
+    """
     copies: int = 1
     """Number of experts that have one, which expert parallelism shares out."""
 
@@ -43,7 +44,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a linear layer multiplies with it (and FP8 may store it)."""
+        """True if a linear layer multiplies with it (and FP8 may store it)."""
         return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
 
     def on_rank(self, parallel: ParallelConfig) -> Weight:
@@ -101,11 +102,11 @@ class Shape:
     """Norms of queries and keys: of each head by itself, or of all heads together (OLMoE)."""
     qkv_bias: bool
     bias: bool
-    """Whether the other linear layers have a bias."""
+    """True if the other linear layers have a bias."""
     sinks: bool
     router_bias: bool
     value_head: bool = False
-    """Whether the head gives one number instead of logits; then it is not tied."""
+    """True if the head gives one number instead of logits; then it is not tied."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:

@@ -43,7 +43,7 @@ class FolderSource:
         self._recent: tuple[WeightConversionTask | None, Tensor | None] = None, None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """What belongs into a tensor that lies in a parameter's memory; of no parameter: the tensor itself."""
+        """Content of a tensor that lies in a parameter's memory; if it belongs to no parameter: the tensor itself."""
         index = bisect_right(self.tasks, tensor.data_ptr(), key=_address) - 1
         task = self.tasks[max(index, 0)]
         start = tensor.data_ptr() - _address(task)
@@ -85,7 +85,7 @@ def checkpoint_tasks(
 
 
 class _Part:
-    """What is read of a checkpoint for one parameter, into memory of its own: the model's is never touched."""
+    """Part of a checkpoint that is read for one parameter, into memory of its own: the model's is never touched."""
 
     def __init__(self, sharded: ShardedTensor | ShardedTensorFactory) -> None:
         data = torch.empty_like(cast("Tensor", sharded.data))

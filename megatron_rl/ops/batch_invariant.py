@@ -167,7 +167,7 @@ class Routing:
         return topk(scores, self.topk)
 
     def scores_of(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-        """What experts are chosen by, [T, E] fp32, of fp32 logits; bias [E] counts for the choice alone."""
+        """Scores by which experts are chosen, [T, E] fp32, of fp32 logits; bias [E] counts for the choice alone."""
         if self.scores == "sigmoid":
             scores = sigmoid(logits)
             return scores if bias is None else scores + bias.float()
@@ -266,7 +266,7 @@ def attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """What ops.sink_attention computes, of which this is the kernel: [T, H, Dv]. borders: int64 [S + 1] on the CPU."""
+    """Kernel of ops.sink_attention: [T, H, Dv]. borders: int64 [S + 1] on the CPU."""
     sinks = None if sinks is None else sinks.float().contiguous()
     return _attention.forward(q, k, v, sinks, borders, key_borders, window or 0, scale)[0]
 
@@ -317,7 +317,7 @@ class Rotary:
     frequencies: tuple[float, ...]
     """Radians a position, of each pair."""
     factor: float = 1.0
-    """Of cosines and sines (yarn)."""
+    """Factor of cosines and sines (yarn)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rotary:

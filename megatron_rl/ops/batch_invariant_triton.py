@@ -39,7 +39,7 @@ _UNIT = tl.constexpr(2.0**FRACTION)
 
 @dataclass(frozen=True)
 class _Tile:
-    """What must not depend on a product's shape: a tensor core's sum may differ with the instruction."""
+    """Tile sizes, which must not depend on a product's shape: a tensor core's sum may differ with the instruction."""
 
     m: int
     n: int
@@ -56,7 +56,7 @@ _COLUMN = 8
 _FEW_TILES = 64
 """Fewer tiles than this leave multiprocessors idle: each part is a program's. Any number gives the same bits."""
 _MOST_PARTS = 8
-"""That one program adds up."""
+"""Largest number of parts that one program adds up."""
 _BLOCK = tl.constexpr(1024)
 """Numbers of a row that are worked on together."""
 _CHUNK = tl.constexpr(16 * 1024)
@@ -359,7 +359,7 @@ def swish(x: Tensor, slope: float, gate_alone: bool) -> Tensor:
 
 
 def _by_number(kernel: triton.JITFunction, x: Tensor, *tensors: Tensor, **options: float) -> Tensor:
-    """What `kernel` makes of each number of x [R, d]."""
+    """Apply `kernel` to each number of x [R, d]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         width = x.shape[1]

@@ -173,7 +173,8 @@ TopkDirection = Literal["forward", "reverse"]
 _TOPK_OP = "linear_topk_kl"
 _NONE = (-100, -1)
 _MOST = 1e-3
-"""By how much a teacher's recorded probabilities may be above one: rounding of bf16 logits' softmax stays below."""
+"""Tolerance by which a teacher's recorded probabilities may be above one: rounding of bf16 logits' softmax stays below.
+"""
 
 
 def linear_topk_kl(

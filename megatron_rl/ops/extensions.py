@@ -18,5 +18,5 @@ CAPABILITY = (8, 0)
 
 
 def have_cuda() -> bool:
-    """Whether the CUDA part is built: nvcc was there when the package was installed."""
+    """True if the CUDA part is built: nvcc was there when the package was installed."""
     return masked_log_softmax.cuda and sink_attention.cuda

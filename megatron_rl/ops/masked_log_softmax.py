@@ -161,7 +161,7 @@ def _row_kernels(logits: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the backward needs besides the logits: a few numbers a row."""
+    """Values that the backward needs besides the logits: a few numbers a row."""
 
     targets: torch.Tensor
     in_support: torch.Tensor

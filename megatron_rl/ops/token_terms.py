@@ -20,7 +20,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class TokenTerms(Protocol):
-    """What is computed. Logits come as a list, the student's [n, V / tp] first, and may be overwritten."""
+    """Terms to compute. Logits come as a list, the student's [n, V / tp] first, and may be overwritten."""
 
     def values(self, logits: list[torch.Tensor], chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers [n] of tokens `chunk`, the same on all ranks, and what `gradient` needs of each of them, [n, c]."""
@@ -41,7 +41,7 @@ class Heads:
     chunk_tokens: int
     fp32_logits: bool
     dtype: torch.dtype
-    """Of the logits, once they are multiplied."""
+    """Dtype of the logits once they are multiplied."""
     padding: float
     """The logit of columns beyond vocab_size."""
 
@@ -156,7 +156,7 @@ def check_head(op: str, hidden: torch.Tensor, weight: torch.Tensor, names: tuple
 
 
 def check_numbers(op: str, vocab_size: int | None, chunk_tokens: int) -> None:
-    """What every operator takes. Errors: ValueError."""
+    """Check the numbers that every operator takes. Errors: ValueError."""
     require(op, vocab_size is None or vocab_size >= 1, f"vocab_size {vocab_size} must be at least 1")
     require(op, chunk_tokens >= 1, f"chunk_tokens {chunk_tokens} must be at least 1")
 

@@ -1,4 +1,4 @@
-"""What lets Megatron-Core and SGLang run where no GPU exists, or where a package is missing that Megatron takes for granted.
+"""Lets Megatron-Core and SGLang run without a GPU, or without packages that Megatron takes for granted.
 
 With a GPU only the few swaps for missing packages are active, and nothing at all where Transformer Engine is installed.
 `python -m megatron_rl.platform` prints every replaced place of Megatron and why.
@@ -58,7 +58,7 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
 
 
 def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
-    """What of the things that Megatron takes for granted is not here. gpu and errors: as for `activate`.
+    """The things that Megatron takes for granted and that are missing here. gpu and errors: as for `activate`.
 
     Without a GPU all of it is: packages that compute on a GPU alone are then left alone even where they are installed.
     """
@@ -74,7 +74,7 @@ def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed and works; it is imported.
+    """True if Transformer Engine is installed and works; it is imported.
 
     Errors: UserError where it is installed and broken: Megatron would take some of it for present and some for absent.
     """
@@ -92,7 +92,7 @@ def has_transformer_engine() -> bool:
 
 
 def has_apex() -> bool:
-    """Whether NVIDIA Apex is installed, from which Megatron takes its Adam where Transformer Engine is not.
+    """True if NVIDIA Apex is installed, from which Megatron takes its Adam where Transformer Engine is not.
 
     Errors: UserError where it is installed without that Adam's kernels.
     """

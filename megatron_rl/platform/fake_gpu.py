@@ -34,7 +34,7 @@ _AS_ON_THE_CPU = (
     *("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "default_generators", "_lazy_call"),
     *("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
 )
-"""What the CPU platform has a counterpart of that needs no driver."""
+"""Names that have a counterpart on the CPU platform, which needs no driver."""
 
 
 def pretend(capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:

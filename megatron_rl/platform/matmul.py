@@ -22,7 +22,7 @@ MANY_ROWS = 64
 
 @cache
 def slow_bf16() -> bool:
-    """Whether this processor has no instructions for bf16 that oneDNN knows."""
+    """True if this processor has no instructions for bf16 that oneDNN knows."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -1,4 +1,4 @@
-"""What a step made of the trainer's GPUs: memory, utilization, tokens per second and GPU; nothing where there is none."""
+"""A step's use of the trainer's GPUs: memory, utilization, tokens per second and GPU; nothing where there is none."""
 
 from __future__ import annotations
 

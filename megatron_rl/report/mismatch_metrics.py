@@ -63,7 +63,7 @@ class _Scored:
     pruned: torch.Tensor
     corrected: TokenWeights
     safe: torch.Tensor | None = None
-    """Whether a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
+    """True if a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
 
     @classmethod
     def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
@@ -93,7 +93,7 @@ def _measure(
 
 
 def _correction_metrics(batch: _Scored) -> Metrics:
-    """What became of tokens and weights.
+    """Metrics of the correction.
 
     corrected/vetoed, rejected, bounded, masked: shares of the tokens that the veto dropped, that the rejection dropped,
     whose ratio the mode changed, and that have a weight of 0 for whatever reason; corrected/weight_*: of the weights.
@@ -116,7 +116,7 @@ def _sample_size(total: float, squares: float, tokens: float) -> float:
 
 
 def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
-    """What the safe set leaves out.
+    """Metrics of what the safe set leaves out.
 
     pruning/coverage: mean probability Z of the safe set, coverage_min its smallest; pruned_mass, pruned_mass_max: what is
     left of 1; out_of_set: sampled tokens outside the trainer's set.

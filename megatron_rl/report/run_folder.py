@@ -30,7 +30,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run's folder holds."""
+    """Content of a run's folder."""
 
     name: str
     folder: Path

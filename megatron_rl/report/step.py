@@ -1,4 +1,4 @@
-"""What a step leaves in the log: rewards, losses, mismatch and times, put together over all ranks."""
+"""The metrics of a step: rewards, losses, mismatch and times, put together over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verifiers, and the environments of conversations, say of responses."""
+"""Rewards that verifiers, and the environments of conversations, give to responses."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class _Batch:
     step: int
     count: int
     position: dict[str, Any]
-    """Of the data stream before its prompts."""
+    """State of the data stream before its prompts were drawn; saved in checkpoints."""
     prompts: Sequence[Prompt]
     asked: PendingRollout | None = None
 
@@ -135,7 +135,7 @@ class RolloutBuffer:
         run.stream.load_state_dict(latest)
 
     def metrics(self) -> Metrics:
-        """What the last step has left out."""
+        """Metrics of what the last step left out."""
         if self._groups is None:
             return {}
         generated = self._groups.generated

@@ -102,7 +102,7 @@ class Collection:
 
     @property
     def complete(self) -> bool:
-        """Whether all arrived."""
+        """True if all arrived."""
         return self.responses == len(self._all)
 
     @property
@@ -231,7 +231,7 @@ class Collection:
         return [t for r in self._all for t in (made[r] if r in made else self._sample(r))]
 
     def _sample(self, request: int) -> list[Trajectory]:
-        """What became of a request: a trajectory, or several sequences of a conversation."""
+        """Result of a request: a trajectory, or several sequences of a conversation."""
         p, reply = self._prompt_of(request), self._replies[request]
         return [
             Trajectory(

@@ -73,7 +73,7 @@ def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[
 
 
 def light(sample: Sample) -> Sample:
-    """What a row is made of: without routes, gates, router features and kept sets."""
+    """The sample as a row holds it: without routes, gates, router features and kept sets."""
     return [replace(t, routes=None, gates=None, features=None, kept=None) for t in sample]
 
 

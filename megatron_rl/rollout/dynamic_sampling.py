@@ -50,7 +50,7 @@ class Groups:
 
     @property
     def share_without_spread(self) -> float:
-        """Of all groups that were asked for."""
+        """Share of all groups that were asked for."""
         return 1 - len(self._useful) / len(self._prompts)
 
     def add(

@@ -51,17 +51,17 @@ KEPT_DIGESTS = 100
 
 @dataclass
 class PendingRollout:
-    """What was asked for, and has not been waited for."""
+    """Prompts that were sent and have not been waited for."""
 
     prompts: Sequence[Prompt]
     collection: Collection
     answered: Future[None]
     step: int
-    """That waits for it, 0-based."""
+    """Step (0-based) that will train on these samples."""
     program: SingleTurn
     """The program that has asked, with the task that judges."""
     round: int = 0
-    """Of the step (rollout.dynamic_sampling)."""
+    """Round of the step (rollout.dynamic_sampling)."""
     first: FirstGroups | None = None
     """Which groups are taken, where not all are."""
 

@@ -102,7 +102,7 @@ class RefreshSchedule:
         """Whether the drift went beyond its limit and has not yet come back below the lower one."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
-        """Whether to refresh now.
+        """True if to refresh now.
 
         age: steps since the last refresh. confined: whether the trust region, which is around the engine's weights, refused
         or shortened an update of this step; at its border it would leave nothing of the next ones.

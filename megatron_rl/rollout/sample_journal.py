@@ -46,7 +46,7 @@ def key_of(asked: Mapping[str, Any]) -> str:
 
 
 class SampleJournal:
-    """What one process has of a step."""
+    """Samples that one process has of a step."""
 
     def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
         self._folder, self._stem = folder, f"step_{step:06d}.{key}.rank"

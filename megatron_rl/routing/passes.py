@@ -25,7 +25,7 @@ def straight_through(values: Tensor, x: Tensor) -> Tensor:
 
 
 class Router(Protocol):
-    """What observers ask of a layer's router."""
+    """The interface of a layer's router that observers use."""
 
     predictor: RoutePredictor | None
     score_function: str
@@ -36,13 +36,15 @@ class Router(Protocol):
 
 
 class RouteObserver:
-    """What a feature does at the routers in one pass; by itself nothing. The methods are called in this order in each layer.
+    """A feature's part at the routers in one pass; the base class does nothing.
+
+    The methods are called in this order in each layer.
 
     Recomputation runs a layer again: what is measured is stored by layer, and measured once.
     """
 
     reads_outputs: bool = False
-    """Whether it is shown what experts put out."""
+    """True if it is shown what experts put out."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Router input [T, d] (detached) and logits [T, E] before the choice; returns the logits to choose with."""
@@ -70,7 +72,7 @@ class RouteObserver:
         return outputs
 
     def metrics(self) -> Metrics:
-        """What it measured, after the pass."""
+        """Metrics that it measured, after the pass."""
         return {}
 
 
@@ -116,7 +118,10 @@ class RoutePass:
 
 
 class RouteSelector:
-    """What a router asks for its experts; it has the interface of Megatron-Core's RouterReplay, and none of its globals."""
+    """Chooses the experts of a router.
+
+    It has the interface of Megatron-Core's RouterReplay, and none of its globals.
+    """
 
     def __init__(self) -> None:
         self.layer_number: int | None = None

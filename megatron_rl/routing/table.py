@@ -28,7 +28,7 @@ def has_route(routes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What a model's routes look like."""
+    """Shape of a model's routes."""
 
     moe_layers: tuple[int, ...]
     """Model layers (from 0) that have experts: the columns of a table."""
@@ -46,7 +46,10 @@ class RouteShape:
         return np.full((tokens, len(self.moe_layers), self.topk), sentinel, self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int) -> None:
-        """Whether [tokens, moe_layers, topk] ids can be replayed in this model. Errors: ValueError saying why not."""
+        """Check that [tokens, moe_layers, topk] ids can be replayed in this model.
+
+        Errors: ValueError saying why not.
+        """
         wanted = (tokens, len(self.moe_layers), self.topk)
         if routes.shape != wanted:
             names = ("input tokens", "MoE layers", "experts a token")
@@ -68,7 +71,7 @@ class RouteShape:
 
 
 def names_one_twice(routes: np.ndarray) -> bool:
-    """Whether a row of [..., k] ids has one of them twice."""
+    """True if a row of [..., k] ids has one of them twice."""
     # Columns are compared in pairs: for a handful of them a tenth of the time of sorting each row.
     columns = np.ascontiguousarray(routes.reshape(-1, routes.shape[-1]).T)
     return any((one == other).any() for one, other in combinations(columns, 2))
@@ -90,7 +93,7 @@ Kind = TypeVar("Kind")
 
 @dataclass
 class Features:
-    """What one router saw of C cached tokens when routes were recorded."""
+    """Inputs and logits that one router saw for C cached tokens when routes were recorded."""
 
     hidden: Tensor | None
     """[C, d] router input, where a predictor learns from it."""
@@ -130,7 +133,7 @@ class RouteTable:
     """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
     _left: dict[type, Any] = field(default_factory=dict)
     _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
-    """What `evenly_spaced` answered, by budget: every layer asks."""
+    """Cache of `evenly_spaced` by budget: every layer asks."""
 
     def to(self, device: torch.device) -> RouteTable:
         """The same on `device`, to be called before the first pass."""
@@ -139,7 +142,7 @@ class RouteTable:
         return replace(self, **moved, features=features)
 
     def left(self, kind: type[Kind]) -> Kind:
-        """What observers leave here for later passes, in an object of a class of their own: empty at first."""
+        """Object of a class of their own that observers leave here for later passes: empty at first."""
         return self._left.setdefault(kind, kind())
 
     def evenly_spaced(self, budget: int) -> Tensor:
@@ -230,7 +233,7 @@ class CacheCost(NamedTuple):
     index_bytes: int
     """Replayed expert ids of all tokens."""
     feature_bytes: int
-    """What the predictors learn from: router input (bf16) and logits (fp32) of the cached tokens."""
+    """Bytes that the predictors learn from: router input (bf16) and logits (fp32) of the cached tokens."""
     flops_per_token: int
     """Operations of the predictors on a token while routes are recorded."""
 

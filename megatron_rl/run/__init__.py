@@ -1,1 +1,1 @@
-"""What happens before and around a run: plan, memory, checks, doctor, and the run itself."""
+"""Everything before and around a run: plan, memory, checks, doctor, and the run itself."""

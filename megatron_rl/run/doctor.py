@@ -35,7 +35,7 @@ class Finding:
     defaults could not start here."""
     found: str
     note: str = ""
-    """What its absence costs, or what to do."""
+    """Cost of its absence, or the remedy."""
 
 
 def doctor(as_json: bool = False) -> int:
@@ -103,7 +103,7 @@ def version_of(package: str) -> str | None:
 
 
 def _has_module(name: str) -> bool:
-    """Whether a module can be found, without importing it (its parent packages are imported)."""
+    """True if a module can be found, without importing it (its parent packages are imported)."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, AttributeError, ValueError):
@@ -270,7 +270,7 @@ def _apex() -> Finding:
 
 
 def _adam_is_apex() -> bool:
-    """Whether Megatron takes Apex's Adam where Apex is: on a GPU without Transformer Engine."""
+    """True if Megatron takes Apex's Adam where Apex is: on a GPU without Transformer Engine."""
     import torch
 
     return torch.cuda.is_available() and not _has_module("transformer_engine")
@@ -312,7 +312,7 @@ def _wandb() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """What contains model-written code."""
+    """Find the sandbox for model-written code."""
     from megatron_rl.sandbox import bubblewrap
 
     if problem := bubblewrap.problem():

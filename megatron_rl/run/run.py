@@ -113,7 +113,7 @@ class Run:
     trainer: Trainer
     """After `build`."""
     stream: PromptStream
-    """Of a run that asks or learns: what is only scored may have no training prompt."""
+    """Training prompts. Not set for a run that only scores."""
 
     def __init__(self, config: Config, *, kind: Kind) -> None:
         self.config = config
@@ -246,7 +246,7 @@ class Run:
 
     @property
     def trains_policy(self) -> bool:
-        """Whether the step at hand is behind those in which the critic alone learns."""
+        """True if the step at hand is behind those in which the critic alone learns."""
         return self.critic is None or self.step >= self.config.critic.warmup_steps
 
     def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:
@@ -339,11 +339,11 @@ class Run:
         return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
-        """Whether this process was asked to stop (SIGTERM, SIGUSR1)."""
+        """True if this process was asked to stop (SIGTERM, SIGUSR1)."""
         return self._stop
 
     def stop_requested(self) -> bool:
-        """Whether any process was asked to stop: the run saves and ends."""
+        """True if any process was asked to stop: the run saves and ends."""
         return bool(self.ranks.maximum(int(self._stop)))
 
     def _open_folder(self) -> str:
@@ -386,7 +386,7 @@ class Run:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
-        """Whether something that happens `every` steps happens now; 0 means after the last step alone."""
+        """True if something that happens `every` steps happens now; 0 means after the last step alone."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def keep_state_of(self, *objects: Stateful) -> None:

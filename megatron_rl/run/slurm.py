@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """What SLURM is asked for, and what runs there."""
+    """A SLURM job: the resources it asks for, and the command that it runs."""
 
     name: str
     config: str
@@ -50,7 +50,7 @@ class Job:
     command: str = "train"
     """train | sft | reward | dpo; only the first has servers."""
     overrides: Sequence[str] = ()
-    """Of the config."""
+    """Overrides of config keys."""
 
     @property
     def trainers(self) -> int:

@@ -16,7 +16,7 @@ from megatron_rl.vp2o.trust_region import TrustRegion
 
 
 def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHook]:
-    """Those of a policy, in the order in which they are called. scores_alone: it is never updated.
+    """Hooks of a policy, in the order in which they are called. scores_alone: it is never updated.
 
     Errors: UserError for a name in config.hooks that makes none.
     """
@@ -43,7 +43,7 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
 
 
 def data_hooks(config: Config) -> list[UpdateHook]:
-    """Those of what learns from data alone."""
+    """Hooks of a run that learns from data alone."""
     rate = config.model.moe_bias_update_rate
     return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(config)]
 

@@ -85,7 +85,7 @@ _NEW_USER_NAMESPACE = 0x10000000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program."""
+    """Result of running a program."""
 
     stdout: str
     stderr: str
@@ -126,7 +126,7 @@ def _file(data: bytes) -> int:
 
 @functools.cache
 def _disable_userns(bwrap: str) -> bool:
-    """Whether this bubblewrap has the option; where it is older, the filter alone forbids new user namespaces."""
+    """True if this bubblewrap has the option; where it is older, the filter alone forbids new user namespaces."""
     return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=20).stdout
 
 
@@ -212,7 +212,10 @@ class Container:
 
     @property
     def started(self) -> bool:
-        """Whether the script was begun. To be asked after it has ended: bubblewrap tells no status of what it did not start."""
+        """True if the script was begun.
+
+        To be asked after it has ended: bubblewrap tells no status of what it did not start.
+        """
         if self._status is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)

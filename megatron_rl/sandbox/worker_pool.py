@@ -163,7 +163,7 @@ class WorkerPool:
         )
 
     def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
-        """What a call raised. Errors: TimeoutError where no process has taken it within limit_s.
+        """The exception that a call raised. Errors: TimeoutError where no process has taken it within limit_s.
 
         A process that is ended while it takes a call may leave its pool without anybody who would take another one.
         """

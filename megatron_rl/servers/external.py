@@ -75,7 +75,10 @@ def check_servers(
 
 
 def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a server says of itself: SGLang's /server_info and /model_info. Errors: UserError where it does not answer."""
+    """A server's description of itself: SGLang's /server_info and /model_info.
+
+    Errors: UserError where it does not answer.
+    """
     return _get(address, "server_info", key), _get(address, "model_info", key)
 
 
@@ -100,7 +103,7 @@ def release(addresses: Iterable[str], run: str, key: str = "") -> None:
 def problems_of(
     address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
 ) -> str:
-    """What a server cannot do of what the config asks, as predicates with the remedy; empty: it can do all.
+    """Things that the config asks and a server cannot do, as predicates with the remedy; empty: it can do all.
 
     Errors: UserError where it does not answer.
     """

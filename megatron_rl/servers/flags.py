@@ -81,7 +81,7 @@ def asks_routes(config: Config) -> bool:
 
 
 def has_experts(model: Mapping[str, Any]) -> bool:
-    """Whether config.json is of a MoE model."""
+    """True if config.json is of a MoE model."""
     return any(model.get(name) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
 
 
@@ -111,7 +111,7 @@ def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) ->
 
 
 def speculates(extra_args: Sequence[str]) -> bool:
-    """Whether the flags ask for speculative decoding."""
+    """True if the flags ask for speculative decoding."""
     return any(flag.startswith("--speculative") for flag, _ in _pairs(extra_args))
 
 

@@ -201,7 +201,10 @@ class Fleet:
         return found
 
     def _look_at(self, address: str) -> None:
-        """Whether a server can do what the config asks, and is as large as the others. Errors: UserError where it is gone."""
+        """Check that a server can do what the config asks, and is as large as the others.
+
+        Errors: UserError where it is gone.
+        """
         found, size = [], 1
         try:
             info, model = server_of(address, self.key)

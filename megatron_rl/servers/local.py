@@ -119,7 +119,7 @@ class LocalServers:
         self._each(RolloutServer.wait_ready)
 
     def lost(self) -> bool:
-        """Whether there were some, and none is alive."""
+        """True if there were some, and none is alive."""
         return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:

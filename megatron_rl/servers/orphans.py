@@ -1,4 +1,4 @@
-"""What SGLang leaves behind when it is killed, as its own processes are when it ends: sockets, files and shared memory.
+"""Removes the sockets, files and shared memory that SGLang leaves behind when it is killed.
 
 A server has a folder of its own for the former, as its TMPDIR. Who made the folder holds a lock on a file in it for as long as
 it lives; a folder whose lock is free is removed when the next server starts. Standard library alone.
@@ -18,7 +18,7 @@ from pathlib import Path
 PREFIX = "megatron-rl-sglang-"
 LOCK = "lock"
 SHARED_MEMORY = "/dev/shm/sglang_loads_"
-"""Of SGLang's managers/load_snapshot.py; the rest of a name is random."""
+"""Prefix of the files of SGLang's managers/load_snapshot.py; the rest of a name is random."""
 YOUNG_S = 60.0
 """Shared memory so new may be a server's that has not mapped it yet."""
 

@@ -106,12 +106,12 @@ def reason_of_death(path: Path, since: int = 0) -> str:
 
 
 def asks_gates(config: Config) -> bool:
-    """Whether replies have the weights of these experts too."""
+    """True if replies have the weights of these experts too."""
     return asks_routes(config) and (config.rollout.gates or config.routing.replay_gates)
 
 
 def serves_adapters(config: Config) -> bool:
-    """Whether servers have the base model, and adapters beside it."""
+    """True if servers have the base model, and adapters beside it."""
     return config.lora.rank > 0 and config.sync.adapters == "unmerged"
 
 
@@ -167,7 +167,7 @@ class RolloutServer:
     sleeps: bool = False
     """It can be told to `sleep`."""
     adapter_rank: int = 0
-    """Of the adapter that it is given beside the model; 0: none."""
+    """Rank of the adapter that it is given beside the model; 0: none."""
     adapter_modules: Sequence[str] = ()
     """Last parts of the names of the layers that have one (q_proj, ...)."""
     keeps_weights: bool = False
@@ -397,7 +397,7 @@ class RolloutServer:
         return bearer(self.key)
 
     def ready(self) -> bool:
-        """Whether it answers."""
+        """True if it answers."""
         try:
             with urllib.request.urlopen(f"{self.address}/ready", timeout=5) as reply:
                 return reply.status == 200
@@ -405,11 +405,11 @@ class RolloutServer:
             return False
 
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """True if its process runs."""
         return self._process is not None and self._process.poll() is None
 
     def dead(self, patience_s: float = 0.0) -> bool:
-        """Whether the server has ended, or does so within the time."""
+        """True if the server has ended, or does so within the time."""
         deadline = time.monotonic() + patience_s
         while self.alive():
             if time.monotonic() >= deadline:

@@ -69,7 +69,7 @@ def end(pids: list[int], signal_number: int) -> None:
 
 
 def main() -> int:
-    """By the arguments of the command line. Returns the exit status."""
+    """Run the command of the command line. Returns the exit status."""
     alone = sys.argv[1] == "--alone"
     grace, *command = sys.argv[2 if alone else 1 :]
     with orphans.own_folder() as changes:

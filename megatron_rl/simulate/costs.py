@@ -1,4 +1,4 @@
-"""What hardware costs, in seconds, and the sizes of a step: stated in a file, derived from FLOPs and bytes, or measured."""
+"""Costs of hardware, in seconds, and the sizes of a step: stated in a file, derived from FLOPs and bytes, or measured."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ class Model:
 
     parameters: PositiveFloat
     expert_parameters: NonNegativeFloat = 0.0
-    """Of them in experts."""
+    """Number of parameters in experts."""
     active_parameters: PositiveFloat
-    """Of them a token meets."""
+    """Number of parameters that a token meets."""
     experts: Positive = 1
-    """Of a layer."""
+    """Experts of a layer."""
     topk: Positive = 1
-    """Of which a token is sent to so many."""
+    """Experts to which a token is sent."""
     kv_bytes_per_token: PositiveFloat
     """Keys and values of all layers."""
     attention_flops_per_pair: NonNegativeFloat = 0.0
-    """Of a forward, over all layers: 4 x heads x size of a head x layers."""
+    """FLOPs of a forward for each pair of tokens, over all layers: 4 x heads x size of a head x layers."""
     bytes_per_parameter: PositiveFloat = 2.0
 
     @model_validator(mode="after")
@@ -109,12 +109,12 @@ class Hardware:
     """Dense products, 1e12 a second."""
     memory_tb_per_s: PositiveFloat
     train_efficiency: Efficiency
-    """Of the FLOPs."""
+    """Share of the peak FLOPs that training reaches."""
     prefill_efficiency: Efficiency
     decode_efficiency: Efficiency
-    """Of the FLOPs, while decoding."""
+    """Share of the peak FLOPs that decoding reaches."""
     memory_efficiency: Efficiency
-    """Of the bandwidth, while decoding."""
+    """Share of the bandwidth that decoding reaches."""
     training_forwards: PositiveFloat = 3.0
     """Forwards that an update costs: 3, and 4 where activations are computed again."""
     push_gb_per_s: PositiveFloat
@@ -179,7 +179,7 @@ class Setting:
     """Data-parallel ranks of the trainer, each with `concurrency` requests in flight."""
     concurrency: int
     tokens_per_micro_batch: float
-    """Of a rank."""
+    """Tokens of a rank's micro-batch."""
     updates_per_step: int = 1
     """Updates of one epoch."""
     epochs: int = 1
@@ -202,7 +202,7 @@ class Mode:
     colocate: bool = False
     """All GPUs serve, then all train; otherwise they are divided."""
     server_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of the GPUs, where they are divided."""
+    """The servers' share of the GPUs, where they are divided."""
 
     @model_validator(mode="after")
     def _turns(self) -> Self:

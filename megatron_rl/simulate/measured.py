@@ -27,14 +27,14 @@ NOT_MODELLED = ("eval", "checkpoint")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's folder says of its steady steps."""
+    """Steady steps of a run as its folder describes them."""
 
     name: str
     setting: Setting
     lengths: list[np.ndarray]
     """[responses] of each step from the first one on."""
     seconds: list[dict[str, float]]
-    """Of each step that counts: PARTS, other and step, without evaluations and saves."""
+    """Seconds of each step that counts: PARTS, other and step, without evaluations and saves."""
     steps: list[int]
     """The steps that count, from 0: behind the first ones, and without a server that was started again."""
 

@@ -31,7 +31,7 @@ class Request:
     start: float = 0.0
     """Position of its server at that time."""
     version: int = 0
-    """Of the weights that sampled its first token."""
+    """Version of the weights that sampled its first token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ def calls_of(first: int, count: int, total: int, servers: int, per_call: int) ->
 
 @dataclass(slots=True)
 class Work:
-    """What a server has done, in units of which `Costs` has the seconds."""
+    """Work that a server has done, in units of which `Costs` has the seconds."""
 
     iterations: float = 0.0
     tokens: float = 0.0
@@ -187,7 +187,7 @@ class Servers:
 
     @property
     def work(self) -> list[Work]:
-        """Of each server."""
+        """Work of each server."""
         return [server.work for server in self._servers]
 
     def ask(self, batch: int, lengths: Sequence[int] | np.ndarray) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.simulate.simulated_step import Simulated, simulate
 
 @section
 class Scenario:
-    """What a file says. A step has as many responses per GPU on every number of GPUs."""
+    """Content of a scenario file. A step has as many responses per GPU on every number of GPUs."""
 
     gpus: list[Positive] = dataclasses.field(default_factory=lambda: [8, 64, 512, 4096])
     modes: dict[str, Mode]
@@ -50,7 +50,7 @@ class Scenario:
     """Parts of a stage, in turn (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
-    """That are looked at, behind those in which the servers get ahead."""
+    """Steps that are looked at, after those in which the servers get ahead."""
     seed: Count = 0
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ class Step:
     """The push, and with partial_rollout: false the wait for what is being sampled."""
     other_s: float
     tokens: float
-    """Of prompts and responses."""
+    """Tokens of prompts and responses."""
     staleness: np.ndarray
     """Steps between the oldest weights of each response and those that learn from it."""
     overlap_s: float
@@ -47,7 +47,7 @@ class Simulated:
     tail: float
     """Share of the time in which some responses run, but fewer than a tenth of as many as ran at most."""
     work: list[Work]
-    """What each server has done."""
+    """Work of each server."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def allocator_settings(config: Config, environment: Mapping[str, str]) -> dict[s
 
 
 def shares_expandable_memory(config: Config, environment: Mapping[str, str]) -> bool:
-    """Whether the user's settings put the weights' bucket into memory that no other process can map."""
+    """True if the user's settings put the weights' bucket into memory that no other process can map."""
     given = ",".join(environment.get(name, "") for name in ALLOCATOR_VARIABLES)
     allowed = environment.get("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC") == "1"
     return config.sync.transport == "tensor" and EXPANDABLE in given and not allowed

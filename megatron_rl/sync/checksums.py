@@ -64,9 +64,9 @@ class Slot:
     parts: int = 1
     """How many parts make an expert; set for parameters with experts alone."""
     all_experts: bool = False
-    """Whether the tensor holds every expert: [E, ...]."""
+    """True if the tensor holds every expert: [E, ...]."""
     transposed: bool = False
-    """Whether the engine stores the last two dimensions in the other order (gpt-oss)."""
+    """True if the engine stores the last two dimensions in the other order (gpt-oss)."""
 
 
 def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
@@ -96,7 +96,7 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
 
 
 def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]]) -> bool:
-    """Whether the engine turned gpt-oss's experts from [E, in, out] into [E, out, in]; its Triton kernels do not.
+    """True if the engine turned gpt-oss's experts from [E, in, out] into [E, out, in]; its Triton kernels do not.
 
     Experts of all other families have no biases and are [E, out, in] on both sides.
     """
@@ -138,7 +138,7 @@ class EngineParameter:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is [experts on this rank, rows of an expert, columns]."""
+        """True if it is [experts on this rank, rows of an expert, columns]."""
         return len(self.shape) == 3
 
 

@@ -203,7 +203,7 @@ class WeightSync:
         _there(self._transport).connect()
 
     def _still_served(self) -> bool:
-        """Whether the servers have what was pushed last: one that was restarted has another version."""
+        """True if the servers have what was pushed last: one that was restarted has another version."""
         if self.version is None:
             return True
         try:

@@ -35,7 +35,7 @@ TASKS: dict[str, type[Task]] = {
     "verify_if": VerifyIF,
 }
 PREFERENCES: dict[type[Task], type[Task]] = {FileTask: FilePreferences, HubTask: HubPreferences}
-"""What is made in place of a task where its rows are preferences."""
+"""Task class -> the class that reads its rows as preferences."""
 
 
 def check_data(data: DataConfig) -> None:

@@ -43,7 +43,7 @@ _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
 
 @dataclass(frozen=True)
 class Result:
-    """What a server answers to reset or step."""
+    """A server's answer to reset or step."""
 
     observation: dict[str, Any]
     reward: float
@@ -156,7 +156,7 @@ class Session:
 
 
 def _details(errors: Any) -> str:
-    """What pydantic found wrong with an action: which field, and why."""
+    """Describe pydantic's errors of an action: the field, and why."""
     found = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors or ()]
     return f" ({'; '.join(found)[:300]})" if found else ""
 
@@ -223,7 +223,7 @@ class OpenEnv(Task):
         return Prompt(f"openenv:{seed}", text, None, None, messages, {"seed": seed})
 
     async def _first(self, seed: int) -> Result:
-        """Of an episode. A server that is full or being restarted is asked again. Errors: ToolLost."""
+        """First result of an episode. A server that is full or being restarted is asked again. Errors: ToolLost."""
         deadline = asyncio.get_running_loop().time() + self.server.timeout_s
         while True:
             try:

@@ -76,7 +76,7 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """By the columns with a value, since a data set has all columns in each row."""
+        """The kind is told by the columns with a value, since a data set has all columns in each row."""
         for kind, keys in COLUMNS.items():
             if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
                 return kind

@@ -1,4 +1,4 @@
-"""What is said of responses to one prompt: which is better, how good each is, which of its steps are right."""
+"""Preferences over responses to one prompt: which is better, how good each is, which of its steps are right."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Preference:
 
     kind: Kind
     judged: tuple[Judged, ...]
-    """Of a pair the chosen one first."""
+    """The judged responses; in a pair the chosen one comes first."""
     margin: float | None = None
-    """By how much the chosen one of a pair is better, where that is known."""
+    """Margin by which the chosen one of a pair is better, where that is known."""
 
     def __post_init__(self) -> None:
         """Errors: UserError for what is no preference of its kind, for tasks that make their own."""
@@ -95,11 +95,11 @@ class Comparison:
     sequences: list[Tokens]
     """One for each response; of a pair the chosen one first."""
     scores: list[float]
-    """Of each response, as `Judged` has them."""
+    """Score of each response, as in `Judged`."""
     margin: float | None = None
-    """By how much the chosen one of a pair is better, where that is known."""
+    """Margin by which the chosen one of a pair is better, where that is known."""
     step_ends: list[list[int]] = field(default_factory=list)
-    """Of each response the places of its steps' last tokens, counted from its first token; none where it has no steps."""
+    """For each response, the positions of its steps' last tokens, counted from its first token; empty without steps."""
     step_labels: list[list[float]] = field(default_factory=list)
     """The score of each of these steps."""
 

@@ -83,7 +83,7 @@ class PublicSet(RowTask):
 
 
 def _is_file(path: str) -> bool:
-    """Whether it is one file, and not a data set with splits."""
+    """True if it is one file, and not a data set with splits."""
     return Path(path).suffix in (".jsonl", ".parquet")
 
 

@@ -32,7 +32,7 @@ Row = tuple[str, dict[str, Any] | None, str]
 VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
 MISSING = object()
-"""What `get` gives for a key that a row does not have."""
+"""Value that `get` gives for a key that a row does not have."""
 
 
 def check_file(path: str, key: str = "data.path") -> None:
@@ -128,7 +128,7 @@ class RowTask(Task):
 
     known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
     generates = False
-    """Whether there are rows without data.path."""
+    """True if there are rows without data.path."""
     held_out_alone = False
     """True: only the rows of data.eval_path are read."""
 
@@ -261,7 +261,7 @@ class RowTask(Task):
         return ["prompt_key", "response_key"]
 
     def _is_text(self, row: dict[str, Any]) -> bool:
-        """Whether there is a text alone to learn. A data set has all columns in each row, so a response may be None."""
+        """True if there is a text alone to learn. A data set has all columns in each row, so a response may be None."""
         text, response = (get(row, key) for key in (self.data.text_key, self.data.response_key))
         alone = self.demonstrations and self.data.text_key != self.data.prompt_key
         return alone and text is not MISSING and response in (MISSING, None)

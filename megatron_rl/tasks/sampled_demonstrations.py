@@ -47,7 +47,7 @@ class Recorded:
 
 
 def has_tokens(row: Mapping[str, Any], key: str | None) -> bool:
-    """Whether a row brings tokens: a list in the column `key` (a number, say a length, is none)."""
+    """True if a row brings tokens: a list in the column `key` (a number, say a length, is none)."""
     return key is not None and isinstance(row.get(key), list)
 
 

@@ -99,7 +99,7 @@ def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_
 
 
 def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_length: int) -> list[Tokens]:
-    """What is learned from a prompt: a demonstration, however long, or the pieces of a text, none above context_length."""
+    """Token sequences to learn from a prompt: a demonstration, or pieces of a text of at most context_length."""
     if prompt.document:
         return form.document(prompt.text).cut(context_length)
     return [form.demonstration(prompt if prompt.recorded else form.encode(prompt), rng)]

@@ -99,7 +99,9 @@ class Task:
     verifier: str | None = None
     """Name of the verifier, where it is the task's own; data.verifier may repeat it."""
     later_parts: tuple[str, ...] = ()
-    """Those of parts that reward models give, or a response's length, once it is there (`rollout.later_rewards`)."""
+    """The parts that are scored once the response is there, by reward models or by its length
+    (`rollout.later_rewards`).
+    """
     program: str | None = None
     """The only rollout program with which it works, where there is one."""
     weights: dict[str, float]
@@ -134,7 +136,7 @@ class Task:
         return ()
 
     def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
-        """What a conversation about the prompt talks with, under rollout.program: agent. By default the tools."""
+        """The environment of a conversation about the prompt, under rollout.program: agent. By default the tools."""
         return Environment(toolbox)
 
     def agent(self) -> Callable[[Prompt, str], Any] | None:

@@ -218,7 +218,7 @@ def judge_alone(name: str, limit_s: float, text: str, answer: Any, /, **extras: 
 
 
 def _extras(function: Callable, name: str) -> list[str]:
-    """Those of `_EXTRAS` that the function takes. Errors: UserError where it does not take (response, answer)."""
+    """Names in `_EXTRAS` that the function takes. Errors: UserError where it does not take (response, answer)."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C

@@ -34,7 +34,7 @@ START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 8.0
 """Longest wait for it to end by itself; shorter than the event loop's own for what is left in it."""
 MOST_BYTES = 2**24
-"""Of one answer of the worker's."""
+"""Size limit of one answer of the worker."""
 
 
 class Worker:
@@ -210,7 +210,7 @@ class VerifiersPackage(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Of episodes that the environment did not score, since a limit of the run's ended them."""
+        """Scores of episodes that the environment did not score, since a limit of the run ended them."""
         return [{"reward": 0.0} for _ in prompts]
 
 

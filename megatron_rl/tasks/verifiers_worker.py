@@ -59,7 +59,7 @@ def chat_message(message: Any) -> dict[str, str]:
 
 
 def prompt(data: vf.TaskData) -> dict[str, Any]:
-    """What a task asks: its text, and the messages with which a conversation begins."""
+    """The prompt of a task: its text, and the messages with which a conversation begins."""
     asked = data.prompt
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*map(chat_message, asked or ())]
     if data.system_prompt:

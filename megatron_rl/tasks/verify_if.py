@@ -122,7 +122,7 @@ class FurtherTurns(Environment):
     task: VerifyIF = None  # type: ignore[assignment]  # the fields of Environment have defaults
     prompt: Prompt = None  # type: ignore[assignment]
     scores: list[Parts] = field(default_factory=list)
-    """Of the turns so far."""
+    """Scores of the turns so far."""
 
     @override
     async def respond(self, turn: Said) -> list[Mapping[str, Any]] | None:

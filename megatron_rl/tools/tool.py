@@ -56,7 +56,10 @@ class EventLoop:
 
 
 async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
-    """What the function returns, called in a thread of its own, which does not hold up the end of the process if it hangs."""
+    """Call the function in a thread of its own and return its result.
+
+    The thread does not hold up the end of the process if it hangs.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -96,7 +99,7 @@ class ToolLost(Exception):
 
 
 class Tool:
-    """What the policy may call: a name, a description, the JSON schema of its arguments, and the call itself.
+    """A tool that the policy may call: a name, a description, the JSON schema of its arguments, and the call itself.
 
     One object serves all conversations of a run, in one event loop.
     """

@@ -51,7 +51,7 @@ class Called(Protocol):
 
 
 class Said(Protocol):
-    """What a reply says (`dialects.Parsed`)."""
+    """Content of a reply (`dialects.Parsed`)."""
 
     @property
     def calls(self) -> Sequence[Called]:
@@ -65,13 +65,13 @@ class Said(Protocol):
 
     @property
     def malformed(self) -> str | None:
-        """What is wrong with a call."""
+        """Error in a call."""
         ...
 
 
 @dataclass
 class Environment:
-    """What one conversation talks with. `respond` answers each turn until it gives None."""
+    """The other side of one conversation. `respond` answers each turn until it gives None."""
 
     toolbox: Toolbox
     sessions: dict[str, Any] = field(default_factory=dict)
@@ -240,7 +240,10 @@ class Toolbox:
                 self._free.release()
 
     async def _answer(self, tool: Tool, arguments: dict[str, Any], state: Any) -> str:
-        """What a tool says within its time; its own errors are no fault of the model's. Errors: ToolError, ToolLost."""
+        """Call a tool within its time limit; its own errors are no fault of the model's.
+
+        Errors: ToolError, ToolLost.
+        """
         try:
             async with asyncio.timeout(self.config.tool_timeout_s):
                 return await tool.call(arguments, state)

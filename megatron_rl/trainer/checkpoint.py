@@ -84,7 +84,7 @@ def _tracker() -> CudaRNGStatesTracker:
 
 
 def random_states() -> dict[str, Any]:
-    """Of all generators of this process."""
+    """State of every random generator of this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use it)
@@ -135,7 +135,7 @@ def _with_reference(trainer: Trainer) -> list[GPTModel]:
 
 
 def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedState]:
-    """That of the distributed optimizers, which is also put into `state`; empty where they are none."""
+    """State of the distributed optimizers, which is also put into `state`; empty if there are none."""
     if not trainer.config.parallel.distributed_optimizer:
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
@@ -146,12 +146,12 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
 
 
 def _has_holes(trainer: Trainer) -> bool:
-    """Whether a weight may have optimizer state in one layer and none in another."""
+    """True if a weight may have optimizer state in one layer and none in another."""
     return bool(trainer.config.model.freeze)
 
 
 def _companions(trainer: Trainer) -> dict[str, Trainer]:
-    """Those that train too."""
+    """Companions that train too."""
     return {name: companion for name, companion in trainer.companions.items() if companion.trains}
 
 
@@ -216,7 +216,7 @@ class Save:
         self._write = self._attempt(ranks.all_do, lambda: Write(state, self._partial, background=background))
 
     def written(self) -> bool:
-        """Whether the files of all ranks are (all ranks call)."""
+        """True if the files of all ranks are (all ranks call)."""
         return not self._ranks.maximum(int(not self._write.written()))
 
     def finish(self, timeout_s: float = 0.0) -> Path:
@@ -341,7 +341,7 @@ def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer)
 
 
 def _lora_of(trainer: Trainer) -> dict[str, Any]:
-    """What the adapters of a checkpoint belong to; nothing where there are none. Collective."""
+    """The base model that the adapters of a checkpoint belong to; nothing where there are none. Collective."""
     lora, folder = trainer.model.lora, trainer.model.path
     if not lora.rank:
         return {}

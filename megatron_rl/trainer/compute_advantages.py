@@ -243,7 +243,7 @@ class Advantages:
         return found
 
     def _final(self, trajectory: Trajectory) -> float:
-        """What the last token of a response is paid: its reward, or where there is a baseline what it is above that."""
+        """Reward of a response's last token, above the baseline where there is one."""
         if self._estimate is None or not trajectory.response_length:
             return trajectory.outcome_reward
         return float(trajectory["advantages"][0])

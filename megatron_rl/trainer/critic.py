@@ -61,7 +61,7 @@ class Critic:
         self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})
 
     def metrics(self) -> Metrics:
-        """Of this step's updates; on rank 0, as they are those of all ranks."""
+        """Metrics of this step's updates; on rank 0, as they are those of all ranks."""
         return merge(self._measured) if self.trainer.ranks.rank == 0 else {}
 
 

@@ -20,7 +20,7 @@ from megatron_rl.ops.token_terms import label_over_mean
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the loss wants from the head. Travels through GPTModel.forward as `output_processor_context`."""
+    """The loss's request to the head. Travels through GPTModel.forward as `output_processor_context`."""
 
     labels: torch.Tensor
     """[T] int64, -100 where nothing is asked: such rows never meet the head."""
@@ -30,7 +30,7 @@ class HeadRequest:
     log_rho: float | None
     """Logarithm of the safe set's rho; None: the vocabulary is not pruned."""
     kept: KeptTokens | None
-    """What a truncating sampler kept."""
+    """Tokens that a truncating sampler kept."""
     with_entropy: bool
     vocab_size: int
     """The model's own; columns beyond it are Megatron's padding and belong to no softmax."""
@@ -49,7 +49,7 @@ class HeadRequest:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """What the distance to a teacher is computed from."""
+    """Inputs of the distance to a teacher."""
 
     hidden: torch.Tensor
     """[n, dt], at the rows that have a label."""

@@ -1,4 +1,4 @@
-"""What a feature adds to the trainer's passes and updates: one class a feature, which the trainer calls and does not know."""
+"""Hooks by which a feature, one class, takes part in the passes and updates of a trainer that does not know it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALONE = UpdateContext()
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one optimizer step."""
+    """Result of one optimizer step."""
 
     done: bool
     """False: the gradients were not finite, or a hook refused it; nothing has changed."""
@@ -55,7 +55,7 @@ class Step:
     lr: float
     """Learning rate of the step: 0 where a hook refused it."""
     scale: float = 1.0
-    """What hooks made of the learning rate."""
+    """Factor of the learning rate that hooks asked for."""
 
 
 class UpdateHook:
@@ -64,13 +64,13 @@ class UpdateHook:
     name: str = ""
     """Name of its state in checkpoints; without one none is saved."""
     reads_outputs: bool = False
-    """Whether its observers are shown what experts put out."""
+    """True if its observers are shown what experts put out."""
     changes_gradients: bool = False
-    """Whether it does so before they are reduced, which then may not begin in the backward."""
+    """True if it does so before they are reduced, which then may not begin in the backward."""
     parameters: str = ""
     """How the names of the parameters end that it gives the model."""
     served: bool = False
-    """Whether the rollout engine has these too."""
+    """True if the rollout engine has these too."""
     ends_batch: bool = False
     """Set in an update, alike on all processes: no other one of its rollout batch is to follow."""
 
@@ -83,7 +83,7 @@ class UpdateHook:
         """A pass of the policy begins, over these micro-batches."""
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """What it has at the routers in the pass of the micro-batch of these routes."""
+        """Its observers at the routers in the pass of the micro-batch of these routes."""
         return []
 
     def after_backward(self) -> None:
@@ -108,7 +108,7 @@ class UpdateHook:
         """The step is done, or left out."""
 
     def metrics(self) -> Metrics:
-        """What this process measured in the update, but for what its observers say."""
+        """Metrics that this process measured in the update, without those of its observers."""
         return {}
 
     def check(self, metrics: Metrics) -> None:
@@ -120,7 +120,7 @@ class UpdateHook:
         """The rollout engine has just got the weights as they are."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """What it keeps on the device beside the model: it leaves with the trainer's memory."""
+        """Tensors that it keeps on the device beside the model: it leaves with the trainer's memory."""
         return ()
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
@@ -132,4 +132,4 @@ class UpdateHook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
-        """What was loaded in the place of the two above."""
+        """Restore what the two above had saved."""

@@ -28,7 +28,7 @@ CLOSE = "mismatch/close"
 
 
 class HeadOutputs(NamedTuple):
-    """What the head says of each label of the policy as it is; all [T]."""
+    """Outputs of the head for each label of the policy as it is; all [T]."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -44,14 +44,14 @@ class HeadOutputs(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the head of a reward model or critic says."""
+    """Outputs of the head of a reward model or critic."""
 
     values: Tensor
     """[T] fp32, of every position: of the state before the token that it predicts."""
 
 
 class HiddenStates(NamedTuple):
-    """What a teacher says: no number of a label, but what its head computes them from."""
+    """A teacher's output: no numbers of labels, but the hidden states from which its head computes them."""
 
     hidden: Tensor
     """[n, hidden], at the rows that have a label."""
@@ -59,7 +59,7 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What an objective makes of one micro-batch."""
+    """Result of an objective on one micro-batch."""
 
     loss: Tensor
     """Scalar sum over the micro-batch; its gradient is divided by the sum of `counted` over the whole update."""
@@ -82,16 +82,16 @@ class Totals:
 
 
 class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
-    """What a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
+    """The loss that a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
 
     needs: frozenset[str] = frozenset()
     """Fields (`data.sequence.FIELDS`) that a pass over the batches has to compute before."""
     per_token = False
     """The loss is a sum of terms of one token each (`ops.linear_log_probs` says what this saves)."""
     with_entropy = True
-    """Whether the head computes entropies."""
+    """True if the head computes entropies."""
     reads_hidden = False
-    """Whether it asks for hidden states, and not for what the head makes of them."""
+    """True if it asks for hidden states, and not for what the head makes of them."""
     teacher: DistillationConfig | None = None
     """How far from the teacher the head says each label to be; None: it does not."""
     label_smoothing: float = 0.0
@@ -153,7 +153,7 @@ class SFT(Objective[HeadOutputs]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What has to be computed before; what a recorded teacher said has come with the batch."""
+        """Fields that have to be computed before; those of a recorded teacher come with the batch."""
         runs = self.teacher is not None and not self.teacher.recorded
         return frozenset({"teacher_hidden"}) if runs else frozenset()
 
@@ -186,7 +186,7 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
     """
 
     totals: Totals = Totals(1, 1)
-    """Those of the update; `for_update` sets them."""
+    """Totals of the update, set by `for_update`."""
     per_token = True
 
     def for_update(self, totals: Totals) -> Self:
@@ -258,7 +258,7 @@ class Policy(Objective[HeadOutputs]):
 
     config: Config
     totals: Totals = Totals(1, 1)
-    """Those of the update; `for_update` sets them."""
+    """Totals of the update, set by `for_update`."""
     kl_coefficient: float | None = None
     """Weight of the KL in the loss; None: the config's."""
 
@@ -269,12 +269,12 @@ class Policy(Objective[HeadOutputs]):
 
     @property
     def per_token(self) -> bool:
-        """Whether loss, correction and denominator depend on a token's own log-prob alone."""
+        """True if loss, correction and denominator depend on a token's own log-prob alone."""
         return self.loss.per_token and correction_of(self.config).per_token and not self._counts_kept
 
     @property
     def _counts_kept(self) -> bool:
-        """Whether a sequence's mean is over fewer tokens than it has, which its log-probs alone tell."""
+        """True if a sequence's mean is over fewer tokens than it has, which its log-probs alone tell."""
         correction = self.config.correction
         drops = self.config.pruning.enabled or correction.mode == "mask" or correction.reject != "none"
         return (
@@ -295,7 +295,7 @@ class Policy(Objective[HeadOutputs]):
 
     @property
     def ratio_from_old(self) -> bool:
-        """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""
+        """True if the ratio starts from stored log-probs, not its own (one update: 1) or the engine's (bypass)."""
         return self.config.batch.updates > 1 and not self.config.correction.bypass
 
     @property

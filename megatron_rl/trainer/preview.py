@@ -1,4 +1,4 @@
-"""What the optimizer's next step would make of a few parameters, without taking it."""
+"""Preview of what the optimizer's next step would make of a few parameters, without taking it."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Reference:
         """By what they are of (`_name`)."""
 
     def __call__(self, table: ScoredSpans, passes: UnitPasses) -> Tensor:
-        """Of the table's units, whose passes are asked where they were not computed before."""
+        """Scores of the table's units; passes that were not computed before are made."""
         known = self._known.get(self._name(table)) if self._known else None
         return passes.sums(LOG_PROBS)[LOG_PROBS] if known is None else known
 
@@ -203,6 +203,6 @@ class Reference:
 
 
 def _state_of(folder: Path) -> str:
-    """What tells a folder's weights from those that were written there before."""
+    """Digest that tells a folder's weights from those that were written there before."""
     files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return f"{folder} " + " ".join(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in files)

@@ -62,7 +62,7 @@ TEACHER = "distillation.teacher"
 
 @dataclass(frozen=True)
 class Update:
-    """What an update leaves behind."""
+    """Result of an update."""
 
     metrics: Metrics
     """Over all micro-batches and ranks."""
@@ -185,7 +185,7 @@ class Trainer:
 
     @property
     def trains(self) -> bool:
-        """Whether it was built for updates, and has an optimizer."""
+        """True if it was built for updates, and has an optimizer."""
         return self._optimizer is not None
 
     @property
@@ -408,7 +408,7 @@ class Trainer:
     def _observed(
         self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: UpdateContext
     ) -> Iterator[list[RoutePass | None]]:
-        """What the routers do with each micro-batch in the pass inside the block; None for a dense model."""
+        """Observe the routers with each micro-batch in the pass inside the block; None for a dense model."""
         for hook in hooks:
             hook.before_forward(batches, stage, place)
         tables = [batch.routes for batch in batches if batch.routes]
@@ -560,7 +560,7 @@ class Trainer:
         yield from self.model.gather_adapters(self.chunks).items()
 
     def fingerprints(self) -> dict[str, int]:
-        """Those of this process's part of what `export_weights` exports, by Megatron's names: equal where it has not moved.
+        """Fingerprints of this process's weights by Megatron's names: equal where they have not moved.
 
         Collective. Errors: as export_weights.
         """
@@ -622,7 +622,7 @@ class Trainer:
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """What the routes of a model look like; None for a dense one."""
+    """Shape of a model's routes; None for a dense one."""
     if not expert_count(model.hf_config):
         return None
     return EngineRoutes.from_config(model.hf_config.to_dict()).shape

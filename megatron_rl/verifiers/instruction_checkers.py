@@ -87,7 +87,7 @@ _OF_A_LANGUAGE = ("language:", "change_case:english_")
 
 
 def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a response follows an instruction: strictly, and loosely as IFEval and IFBench have it.
+    """True if a response follows an instruction: strictly, and loosely as IFEval and IFBench have it.
 
     Loosely is without its first or last line, or its asterisks. A text at which the checker fails follows nothing, nor does one
     that shows nothing, or, where a language is asked for, has none. What must not be there is found in any width of its signs.

@@ -86,7 +86,7 @@ def listed(value: Any) -> list[Instruction]:
 
 
 def read(value: Any) -> Any:
-    """What a text says in JSON or as a literal of Python's; anything else as it is. Errors: ValueError."""
+    """Parse a text as JSON or as a Python literal; other values are returned as they are. Errors: ValueError."""
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):

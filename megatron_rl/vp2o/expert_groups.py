@@ -55,11 +55,11 @@ class Exchange:
     receives: list[int]
     """Rows from each rank."""
     anything: bool
-    """Whether anything goes between any two ranks."""
+    """True if anything goes between any two ranks."""
 
 
 class Experts:
-    """Those of a model's chunks."""
+    """Experts of a model's chunks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], power_iterations: int) -> None:
         self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
@@ -97,7 +97,10 @@ class Experts:
         self._prototypes = {}
 
     def exchange(self, taken: Tensor, mine: slice) -> Exchange:
-        """What goes between expert-parallel ranks for sums over experts. taken: [N, N] bool, expert i takes of expert j."""
+        """Plan of what goes between expert-parallel ranks for sums over experts.
+
+        taken: [N, N] bool, expert i takes of expert j.
+        """
         ranks, me = self.expert_group.size(), self.expert_group.rank()
         # By rank and place of i, and rank of j.
         crossing = taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()

@@ -91,11 +91,11 @@ class Stein(UpdateHook):
 
     @property
     def interacts(self) -> bool:
-        """Whether experts attract or repel at all. Else they are updated as without VP2O, idle ones too."""
+        """True if experts attract or repel at all. Else they are updated as without VP2O, idle ones too."""
         return self.config.neighbors != 1 or bool(self.config.repulsion)
 
     def idle(self, number: int) -> list[bool]:
-        """Of each of this rank's experts of a layer: whether it stands still in this update."""
+        """For each of this rank's experts of a layer: True if it stands still in this update."""
         found = self._interactions.get(number)
         count = len(self.experts.layers[number].outputs)
         if found is None or not self.interacts:
@@ -268,7 +268,7 @@ class Stein(UpdateHook):
         return parts.sqrt().t().tolist()
 
     def _dominates(self, number: int, repulsion: float, attraction: float) -> bool:
-        """Whether a layer's repulsion is larger than its attraction, or than gradients may be; says so once."""
+        """True if a layer's repulsion is larger than its attraction, or than gradients may be; says so once."""
         limits = {"the norm of its experts' gradients": attraction}
         if self.clip:
             limits["optimizer.clip_grad"] = self.clip

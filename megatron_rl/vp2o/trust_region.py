@@ -74,7 +74,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a proposed step."""
+    """Decision on a proposed step."""
 
     scale: float
     """Factor of the learning rate: 1, a power of 1/2, or 0, which leaves the step out."""
@@ -85,7 +85,7 @@ class Verdict:
 
 @dataclass
 class Probed:
-    """What the first pass of a micro-batch leaves of its probe tokens."""
+    """Values that the first pass of a micro-batch leaves for its probe tokens."""
 
     rows: Tensor = field(default_factory=lambda: torch.arange(0))
     """[C] int64: which they are."""

@@ -31,7 +31,7 @@ def architecture(config: PreTrainedConfig) -> str:
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether the folder has a head of one number (`score.weight`): a reward model or a critic."""
+    """True if the folder has a head of one number (`score.weight`): a reward model or a critic."""
     return _named(config).endswith(CLASSIFIER)
 
 

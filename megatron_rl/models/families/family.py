@@ -19,7 +19,7 @@ class TinySizes:
     kv_heads: int = 2
     head_dim: int = 16
     intermediate: int = 96
-    """Of a dense MLP."""
+    """Width of a dense MLP."""
     expert_intermediate: int = 48
     experts: int = 8
     topk: int = 2
@@ -27,9 +27,9 @@ class TinySizes:
     max_position: int = 4096
     """With yarn (gpt_oss) 32 times the length that was trained first: 131072 gives the released models' factors."""
     window: int = 8
-    """Of the layers with a sliding window; the released models' is 128."""
+    """Sliding window [tokens]; the released models' is 128."""
     q_lora_rank: int = 0
-    """Of queries in multi-latent attention: 0, none, as Moonlight; DeepSeek-V3 has 1536."""
+    """Rank of the queries' latent in multi-latent attention: 0, none, as Moonlight; DeepSeek-V3 has 1536."""
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -70,15 +70,15 @@ class Family:
     qk_norm: Literal["none", "head", "heads"] = "none"
     """Norms of queries and keys: of each head by itself, or of all heads together."""
     latent_attention: bool = False
-    """Whether attention is multi-latent (MLA) where config.json has kv_lora_rank."""
+    """True if attention is multi-latent (MLA) where config.json has kv_lora_rank."""
     qkv_bias: bool | None = None
-    """Whether queries, keys and values have biases; None: `attention_bias` of config.json says so."""
+    """True if queries, keys and values have biases; None: `attention_bias` of config.json says so."""
     bias: bool | None = None
-    """Whether the other linear layers, experts among them, have biases; None: `mlp_bias` of config.json says so."""
+    """True if the other linear layers, experts among them, have biases; None: `mlp_bias` of config.json says so."""
     sinks: bool = False
-    """Whether attention has a learned sink for each head."""
+    """True if attention has a learned sink for each head."""
     router_bias: bool = False
-    """Whether the router's product has a bias. Biases for balance are none: they are buffers."""
+    """True if the router's product has a bias. Biases for balance are none: they are buffers."""
 
     # What is refused.
     rope_types: tuple[str, ...] = ("default", "yarn")
@@ -87,17 +87,17 @@ class Family:
 
     # What SGLang does with it.
     tied_in_sglang: bool = False
-    """Whether SGLang 0.5.23 heeds tie_word_embeddings."""
+    """True if SGLang 0.5.23 heeds tie_word_embeddings."""
     served_in_folder_dtype: bool = False
-    """Whether SGLang 0.5.23 makes layers in the dtype of config.json, whatever --dtype says."""
+    """True if SGLang 0.5.23 makes layers in the dtype of config.json, whatever --dtype says."""
     fp8_scales_lost: bool = False
-    """Whether SGLang loses the scales of FP8 blocks."""
+    """True if SGLang loses the scales of FP8 blocks."""
     not_quantized: str = ""
     """Why `quantize` refuses the family; empty: it does not."""
     few_tokens: int = 0
     """Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later."""
     width_from_hidden: bool = False
-    """Whether transformers or SGLang read a head's width off the number of heads."""
+    """True if transformers or SGLang read a head's width off the number of heads."""
 
     # Names of weights in files.
     renamed: Mapping[str, str] = field(default_factory=dict)

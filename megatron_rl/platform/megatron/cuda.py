@@ -219,7 +219,7 @@ def for_host(copy: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tens
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor would be on the GPU, which everything is that was not marked."""
+    """True if a tensor would be on the GPU, which everything is that was not marked."""
     return not getattr(tensor, "for_host", False)
 
 

@@ -1,4 +1,4 @@
-"""What gloo does not do and Megatron needs."""
+"""Operations that Megatron needs and gloo lacks."""
 
 from __future__ import annotations
 

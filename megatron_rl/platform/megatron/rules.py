@@ -25,7 +25,7 @@ GPU_PACKAGES = (
 """Where there is no GPU Megatron does not look for these: an environment that has them serves login nodes too."""
 
 Missing = Literal["GPU", "Transformer Engine", "fused Adam"]
-"""What Megatron takes for granted."""
+"""Things that Megatron takes for granted."""
 WHERE: dict[Missing, str] = {
     "GPU": "where no GPU exists",
     "Transformer Engine": "also with a GPU, where Transformer Engine is not installed",
@@ -174,7 +174,7 @@ class Site:
 
 
 def concerns(module: str, missing: Collection[Missing]) -> bool:
-    """Whether anything of this module may be replaced."""
+    """True if anything of this module may be replaced."""
     return "GPU" in missing or any(swap.module == module and swap.missing in missing for swap in SWAPS)
 
 

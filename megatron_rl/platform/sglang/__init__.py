@@ -1,4 +1,4 @@
-"""What lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
+"""Everything that lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
 
 The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds stand-ins for the packages
 `flashinfer`, `sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry

@@ -16,7 +16,7 @@ KEY = "router_features"
 STRIDE = "router_feature_stride"
 """Field of the model's config, set with --json-model-override-args."""
 ASKS = ("router-features-", "router-logits-")
-"""What the id of a request starts with that wants them, or the logits alone (as in the trainer's client)."""
+"""Prefixes of the ids of requests that want them, or the logits alone (as in the trainer's client)."""
 MAX_REQUESTS = 1 << 16
 
 

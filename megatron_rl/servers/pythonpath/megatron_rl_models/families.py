@@ -20,4 +20,4 @@ EntryClass = [
         Qwen3MoeForCausalLM,
     )
 ]
-"""What SGLang registers, by class name."""
+"""Classes that SGLang registers, by class name."""

@@ -18,7 +18,7 @@ MODULE = "megatron_rl_plugin.memory"
 NAME = "megatron_rl_bucket"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
-"""What the engine's unpickler must admit."""
+"""Names that the engine's unpickler must admit."""
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -52,7 +52,7 @@ def dump_call(name: str, arguments: tuple, pickler: type[pickle.Pickler] = pickl
 
 
 def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
-    """What SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`.
+    """The mapping that SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`.
 
     Copied on writing: SGLang's loader of gpt-oss zeroes the biases that it is handed on all tensor-parallel ranks but the
     first, and the memory is that of all ranks and servers. Errors: ValueError for what is no bucket of this user's trainer.

@@ -25,7 +25,7 @@ class PruneTail(CustomLogitProcessor):
     _found: tuple = ()
     _columns: tuple[torch.Tensor, ...] = ()
     _plain = False
-    """Whether all temperatures are 1."""
+    """True if all temperatures are 1."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """logits: [n, V], changed in place; one entry of custom_param_list for each row."""

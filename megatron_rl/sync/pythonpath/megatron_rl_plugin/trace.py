@@ -1,4 +1,4 @@
-"""What a served model's operators put out, row by row, for `megatron-rl certify`: one file for each forward pass.
+"""Records the outputs of a served model's operators for `megatron-rl certify`: a file for each forward pass.
 
 A server whose model has the key FLAG in its config (--json-model-override-args) writes into that folder. A pass is a file
 `NUMBER-MODE.pt` (torch.save), which is there complete or not at all:
@@ -46,7 +46,7 @@ OF_LAYER = (
 queries' latents (behind their norm, where there are any), queries, latents and the latents' norm. `query` and `key` are
 those that meet, rotated; the router's are the weights of all experts [R, E], 0 for those not chosen."""
 SHARED_OUT = ("qkv projection", "query projection", "query", "key", "attention", "output projection", "MLP")
-"""Of a server on several GPUs each has some heads of these, or a part of the sum."""
+"""Operators of which each GPU of a server has some heads, or a part of the sum."""
 _OUTPUTS = {
     "input_layernorm": "input norm",
     "self_attn.qkv_proj": "qkv projection",

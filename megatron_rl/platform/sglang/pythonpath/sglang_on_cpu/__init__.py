@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 MATMUL = Path(__file__).parents[3] / "matmul.py"
-"""Of the trainer's package, which is not on this process's path."""
+"""File of the trainer's package, which is not on this process's path."""
 
 
 def install() -> None:

@@ -145,7 +145,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 
 def pool_of_window(pool, layer) -> bool:
-    """Whether the layer's keys are in the pool of those with a window."""
+    """True if the layer's keys are in the pool of those with a window."""
     return pool.layers_mapping[layer.layer_id][1]
 
 

@@ -67,7 +67,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _protect(data: torch.Tensor, access: int) -> None:
-    """Of the pages that hold nothing else; they are empty afterwards where nobody has access."""
+    """Protect the pages that hold nothing else; they are empty afterwards where nobody has access."""
     start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (data.data_ptr() + data.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length <= 0:

@@ -270,7 +270,7 @@ class Interrupt:
         self.deep = deep
         self._ranks, self._asked = ranks, asked
         self.armed = False
-        """Whether nothing has been changed yet in the step at hand."""
+        """True while nothing has been changed yet in the step at hand."""
         self._flag = torch.zeros(())
         self._sum: dist.Work | None = None
 

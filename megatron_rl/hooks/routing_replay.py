@@ -33,7 +33,7 @@ class RoutingReplay(UpdateHook):
         self.source: RouteSource = source
         self.gates, self.give_up_below = gates, give_up_below
         self._counts = False
-        """Whether this process's tokens count: they are once in each copy of the model."""
+        """True if this process's tokens count: they are once in each copy of the model."""
         self._without_route = 0
         """Tokens without a route in the pass that began last."""
 

@@ -135,7 +135,7 @@ class RunLogger:
         self._samples = JsonLines(self.run_dir / SAMPLES_FILE, resume_step)
         self._progress = _ProgressLine(config, resume_step, active=active)
         self._services: list[Callable[[Mapping[str, float], int], object]] | None = None
-        """What gets each line's (numbers, step), from the first line on."""
+        """Functions that get each line's (numbers, step), from the first line on."""
         self._open = ExitStack()
         for part in (self._samples, self._metrics, self._progress):
             self._open.callback(part.close)

@@ -76,7 +76,7 @@ class Rewards:
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
         self._tokenizer, self._zero_truncated, self._shape = tokenizer, zero_truncated, shape
         self.models: dict[str, Trainer] = {}
-        """Those that the trainer's processes score by; `build` makes them."""
+        """Reward models of the trainer's processes; `build` loads them."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
         self._judges = {
             name: Judge(name, judge, Judgements(judge.cache, folder, name, ranks.data_rank if folder else 0))

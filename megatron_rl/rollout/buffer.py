@@ -41,7 +41,7 @@ class RolloutBuffer:
         self._settings = run.config.rollout.dynamic_sampling
         self._batches: deque[_Batch] = deque()
         self._groups: Groups | None = None
-        """Of the last step, where groups are filtered."""
+        """Groups of the last step, where they are filtered."""
         self._before_rounds: tuple[int, dict[str, Any]] | None = None
         """A step, and the data stream before prompts take the place of its others."""
 

@@ -76,7 +76,7 @@ class Collection:
         self._total = len(self.prompts) * self.samples_per_prompt
         self._all = range(self._total) if self.share is None else self.share
         self._requests = [r for r in self._all if r not in self.known]
-        """Those to ask for."""
+        """Requests to send."""
         self._replies: dict[int, Reply] = {}
         self._made: dict[int, list[Trajectory]] = {}
         """Samples that have finished: an environment is asked once for its rewards."""

@@ -88,9 +88,9 @@ class Engine:
         self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
         self._stale: list[bool] = []
-        """Of each response of the last step, whether it is not of the weights pushed last."""
+        """For each response of the last step: True if it is not of the weights pushed last."""
         self._staleness: list[int] = []
-        """Of each of them, in steps."""
+        """Age of each of them, in steps."""
         self._left_out = LeftOut()
         """Counts of the last step, where some groups are left out."""
         self._reused = 0

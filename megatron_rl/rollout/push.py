@@ -47,7 +47,7 @@ class Pusher:
         self.version = 0
         """Step of the weights that the servers have."""
         self.digests: dict[str, str] = {}
-        """Of all versions that were pushed by this process; empty ones where none are taken, and of one that is on its way."""
+        """Digests of all versions that this process pushed; empty where none are taken, and for one on its way."""
         self.latest: str | None = None
         """The last of them: the servers have it, or are being sent it."""
         self.sent = SyncStats(bytes=0, seconds=0.0, buckets=0, tensors=0)

@@ -99,7 +99,7 @@ class RefreshSchedule:
     def __init__(self, config: RefreshConfig) -> None:
         self.config = config
         self.refreshing = False
-        """Whether the drift went beyond its limit and has not yet come back below the lower one."""
+        """True if the drift went beyond its limit and has not yet come back below the lower one."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
         """True if to refresh now.

@@ -72,7 +72,7 @@ class ReplayLikely(RouteObserver):
         self._whole: dict[int, Tensor] = {}
         """[T] bool by layer: no expert was given up."""
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        """By layer: experts of counted tokens that were given up, and all that the engine chose for them."""
+        """Layer -> experts of counted tokens that were given up, and all that the engine chose for them."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Decide which experts are given up."""

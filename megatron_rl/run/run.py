@@ -175,7 +175,7 @@ class Run:
         if kind in ("train", "sample"):
             self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])
         self.critic: Critic | None = None
-        """Of PPO; after `build`."""
+        """The critic of PPO; after `build`."""
         self.current_clock = Clock()
         self._loaded: dict[str, Any] = {}
         """State of the run's objects in the checkpoint that was loaded."""

@@ -59,7 +59,7 @@ class Fleet:
         self._strange: set[Path] = set()
         """Address files of other users."""
         self.addresses: list[str] = []
-        """Of the members."""
+        """Addresses of the members."""
         self._behind: dict[str, list[str]] = {}
         """Servers of each of rollout.addresses: what a router has said last, or the address itself."""
         self._routers: set[str] = set()

@@ -60,7 +60,7 @@ class Advantages:
         self._shaped = algorithm.entropy_reward > 0 or (
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
-        """Whether rewards of tokens come to those of responses."""
+        """True if rewards of tokens come to those of responses."""
         self._estimate = self._group_estimator()
         """Advantages of responses within their groups, from their rewards alone; None where tokens are looked at first."""
         self._process = config.process_rewards

@@ -155,7 +155,7 @@ class Reference:
         self._file, self._ranks = file, ranks
         self._model = ranks.main_does(lambda: _state_of(Path(folder))) + f" {precision}"
         self._known: dict[str, Tensor] = {}
-        """By what they are of (`_name`)."""
+        """Scores by the name of their folder and spans (`_name`)."""
 
     def __call__(self, table: ScoredSpans, passes: UnitPasses) -> Tensor:
         """Scores of the table's units; passes that were not computed before are made."""

@@ -158,14 +158,14 @@ class Trainer:
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
         train are in its checkpoints."""
         self.interrupt: Interrupt | None = None
-        """What may give a step up before an optimizer steps; models on the same ranks have the same one."""
+        """Request that may give a step up before an optimizer steps; models on the same ranks have the same one."""
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-        """Whether this process's per-token results count: those of the last stage, once per tensor-parallel group."""
+        """True if this process's per-token results count: those of the last stage, once per tensor-parallel group."""
         self.residence = Residence(self)
         for hook in self.hooks:
             hook.attach(self)

@@ -76,10 +76,10 @@ class Stein(UpdateHook):
         """Norm to which gradients are clipped; 0: they are not."""
         self._tables: list[RouteTable] = []
         self._own_tables: list[RouteTable] = []
-        """Those of the update itself."""
+        """Route tables of the update itself."""
         self._interactions: dict[int, _Interaction] = {}
         self._still: list[tuple[Tensor, Tensor]] = []
-        """What is not to change in the step, and copies of it."""
+        """Weights that are not to change in the step, and copies of it."""
         self._warned = False
         self._warned_orthogonality = False
 

@@ -120,12 +120,12 @@ class TrustRegion(UpdateHook):
         self._maximum: Callable[[float], float]
         self._anchors: dict[int, _Anchor] = {}
         self._tables: list[RouteTable] = []
-        """Of the rollout batch."""
+        """Route tables of the rollout batch."""
         self._probe_tokens = 0
         """Most tokens of one micro-batch that are probed."""
         self._seen: dict[int, _Seen] = {}
         self.verdict: Verdict | None = None
-        """What became of the last update; None where its gradients were not finite."""
+        """Decision on the last update; None where its gradients were not finite."""
         self._refused = 0
         """Updates refused one after the other."""
 

@@ -19,7 +19,11 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def riddles(source: str) -> list[tuple[int, str]]:
-    return [(line, text) for line, text in docstrings(source) if text.split()[:1] and text.split()[0] in RIDDLES]
+    return [
+        (line, text)
+        for line, text in docstrings(source)
+        if text.split()[:1] and text.split()[0].rstrip(",.:;") in RIDDLES
+    ]
 
 
 def test_no_docstring_begins_with_a_function_word():

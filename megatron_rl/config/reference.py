@@ -69,5 +69,5 @@ def _rows(
             "dataclasses.field(default_factory=list)": "[]",
         }.get(default, default)
         where = "; ".join(dict.fromkeys(one.text() for one in needs if key not in one.keys))
-        found.append((key, kind, default, f"({where}) {meaning}".strip() if where else meaning))
+        found.append((key, kind, default, f"{meaning} ({where})".strip() if where else meaning))
     return found + nested

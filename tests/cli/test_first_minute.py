@@ -131,11 +131,11 @@ OF_COMMANDS = {
             ["--correction.mode", "mask", "--correction.low", "2", "--correction.high", "0.5"],
             "low = 2 is above high = 0.5",
         ),
-        "a level of nothing": (["--correction.level", "sequence"], "correction.level without a mode does nothing"),
+        "a level of nothing": (["--correction.level", "sequence"], "correction.level = sequence does nothing"),
         "a misspelled loss": (["--algorithm.loss", "gsop"], "there is no loss 'gsop'; did you mean 'gspo'"),
         "a misspelled advantage": (["--algorithm.advantage", "grop"], "no advantage 'grop'; did you mean 'grpo'"),
         "a group of one": (["--batch.samples_per_prompt", "1"], "leaves a response nothing to be compared with"),
-        "gae's key": (["--algorithm.lam", "0.5"], "algorithm.lam does nothing"),
+        "gae's key": (["--algorithm.lam", "0.5"], "algorithm.lam = 0.5 does nothing"),
         "staleness without correction": (["--rollout.max_staleness", "1"], "nothing corrects for it"),
         "a program that there is not": (
             ["--rollout.program", "agnet"],
@@ -146,9 +146,9 @@ OF_COMMANDS = {
             ["--algorithm.on_policy", "true", "--batch.updates_per_step", "2"],
             "algorithm.on_policy:",
         ),
-        "a teacher's key": (["--distillation.mix", "0.3"], "distillation.mix does nothing without a teacher"),
-        "an adapter's key": (["--lora.alpha", "8"], "lora.alpha does nothing without adapters"),
-        "VP2O's key": (["--vp2o.repulsion", "0.2"], "vp2o.repulsion without vp2o.enabled does nothing"),
+        "a teacher's key": (["--distillation.mix", "0.3"], "distillation.mix = 0.3 does nothing"),
+        "an adapter's key": (["--lora.alpha", "8"], "lora.alpha = 8 does nothing without lora.rank"),
+        "VP2O's key": (["--vp2o.repulsion", "0.2"], "vp2o.repulsion = 0.2 does nothing without vp2o.enabled"),
         "a reward model without a folder": (["--rewards.models.liked.scale", "2"], "has neither a path nor an address"),
         "a reward model that is missing": (
             ["--model.path", "there", "--rewards.models.liked.path", "./no"],
@@ -159,10 +159,15 @@ OF_COMMANDS = {
             "critic.path = ./no: does not exist",
         ),
     },
-    "dpo": {"kto's key": (["--dpo.desirable_weight", "2"], "dpo.desirable_weight = 2.0 does nothing")},
+    "dpo": {"kto's key": (["--dpo.desirable_weight", "2"], "dpo.desirable_weight = 2 does nothing")},
     "reward": {"a list's key": (["--reward_model.top", "2"], "reward_model.top = 2 does nothing")},
     "prune": {"nothing": (["--prune.sparsity", "none"], "prune removes nothing")},
-    "rollout": {"no demonstrations": (["--rollout.demonstrations.min_tokens", "3"], "does nothing without min_reward")},
+    "rollout": {
+        "no demonstrations": (
+            ["--rollout.demonstrations.min_tokens", "3"],
+            "does nothing without rollout.demonstrations.min_reward",
+        )
+    },
     "certify": {"of nothing": (["--prompts", "0"], "certify: --prompts 0")},
     "launch": {"no time": (["--time", "00:01:00"], "launch: --time 00:01:00 leaves less to train")},
 }

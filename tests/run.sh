@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up, runs the tests, and checks the scripts, the style, the types and the order of imports beside their first minutes. Arguments go
-# to pytest. As the first one, --all has also the long variants of tests (LONG in tests/conftest.py), and --fast leaves out
-# servers, several processes and compilers: what remains is for while one edits.
+# Sets everything up, runs the tests, and checks the scripts, the style, the types and the order of imports beside their first
+# minutes. Arguments go to pytest. As the first one, --all has also the long variants of tests (LONG in tests/conftest.py), and
+# --fast leaves out servers, several processes and compilers: what remains is for while one edits.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

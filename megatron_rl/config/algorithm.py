@@ -121,7 +121,7 @@ class RewardModelConfig:
     """
     center: Annotated[NonNegativeFloat, only_with(".loss", "bradley_terry")] = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
-    label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], only_with(".loss", "bradley_terry")] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), only_with(".loss", "bradley_terry")] = 0.0
     """bradley_terry: conservative labels, as of conservative DPO: with this probability the rejected one is the better one."""
     top: Annotated[Positive | None, only_with(".loss", "plackett_luce")] = None
     """plackett_luce: only the first so many places of a list count; 1: which response is the best."""
@@ -136,7 +136,7 @@ class DPOConfig:
     where a share label_smoothing of the labels is wrong; kto: of single responses with a label, or of the two of a pair."""
     beta: PositiveFloat = 0.1
     """Weight of the KL to the reference that the loss stands for: a larger one keeps the policy nearer."""
-    label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], only_with(".loss", "sigmoid", "robust")] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), only_with(".loss", "sigmoid", "robust")] = 0.0
     """Share of the pairs that are taken to be labeled the wrong way round: with sigmoid conservative DPO."""
     length_normalized: Annotated[bool, not_with(".loss", "kto", example="sigmoid")] = False
     """Mean log-ratio of a response's tokens instead of their sum."""
@@ -214,7 +214,7 @@ class PruningConfig:
     enabled: bool = False
     """Engine and trainer both take as the policy the tokens that are within rho of the likeliest one, renormalized, so that
     the vocabulary's tail is neither sampled nor learned from. The paper's veto is a key of its own: correction.veto: 1e-4."""
-    rho: Annotated[Annotated[float, Field(gt=0, le=1)], only_with_any(".enabled", ".measure")] = math.exp(-13)
+    rho: Annotated[float, Field(gt=0, le=1), only_with_any(".enabled", ".measure")] = math.exp(-13)
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
     engine_rho: Annotated[Annotated[float, Field(gt=0, le=1)] | None, only_with(".enabled")] = None
     """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""

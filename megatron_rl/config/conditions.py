@@ -56,7 +56,8 @@ class Condition:
             return None
         if self.excluded:
             return f"beside {names[0]}; set one of the two"
-        return f"without {_either(names)}; set {names[0]}: {_shown(self.example)}, or leave it out"
+        remedy = _either(names) if len(names) > 1 else f"{names[0]}: {_shown(self.example)}"
+        return f"without {_either(names)}; set {remedy}, or leave it out"
 
 
 def read_by(*commands: Kind) -> ReadBy:
@@ -69,9 +70,9 @@ def only_with(key: str, *values: Any, example: Any = True) -> Condition:
     return Condition((key,), values, example=example)
 
 
-def only_with_any(*keys: str, example: Any = True) -> Condition:
-    """Declare that a key is read only where one of these others has not its default. example: a value of the first."""
-    return Condition(keys, example=example)
+def only_with_any(*keys: str) -> Condition:
+    """Declare that a key is read only where one of these several others has not its default."""
+    return Condition(keys)
 
 
 def not_with(key: str, *values: Any, example: Any = None) -> Condition:

@@ -100,7 +100,7 @@ class Config:
     distillation: Annotated[
         DistillationConfig,
         read_by("train", "sft"),
-        only_with_any("distillation.teacher", "distillation.address", "distillation.recorded", example="FOLDER"),
+        only_with_any("distillation.teacher", "distillation.address", "distillation.recorded"),
     ] = DistillationConfig()
     pruning: Annotated[PruningConfig, read_by("train", "sample")] = PruningConfig()
     prune: Annotated[PruneConfig, read_by("prune")] = PruneConfig()

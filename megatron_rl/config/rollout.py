@@ -117,7 +117,7 @@ class RolloutConfig:
     (verl's over_sample_rate; Pr2's recipe: 0.1), so that it does not wait for stragglers. What is learned from is shorter by
     that than what the policy says: rollout/aborted, dropped and aborted_length say by how much."""
     max_new_tokens: Annotated[Positive, read_by(*LEARNING, "sample")] = 1024
-    context_length: Annotated[Annotated[int, Field(ge=2)], read_by(*LEARNING, "sample")] = 4096
+    context_length: Annotated[int, Field(ge=2), read_by(*LEARNING, "sample")] = 4096
     """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text
     (data.text_key) the longest piece."""
     concurrency: Positive = 512

@@ -403,7 +403,6 @@ class Run:
         if self._saving is not None and self._saving.written():
             self.finish_save()
         if self.due(self.config.checkpoint.every):
-            self.finish_save()
             prepare()
             self.save()
 

@@ -179,7 +179,7 @@ REFUSED = {
     ),
     "rho alone": (
         {"pruning": {"rho": 1e-4}},
-        "rho = 0.0001 does nothing without pruning.enabled or pruning.measure; set pruning.enabled: true, or leave it out",
+        "rho = 0.0001 does nothing without pruning.enabled or pruning.measure; set pruning.enabled or pruning.measure,",
     ),
     "the engine's rho alone": (
         {"pruning": {"measure": True, "engine_rho": 1e-4}},

@@ -85,7 +85,7 @@ def in_words_of(known: Choices, settings: Settings, renames: Mapping[str, Any]) 
     found: Settings = {}
     for key, value in settings.items():
         name = key if key in known else old_keys.get(key)
-        if name not in known:
+        if name is None or name not in known:
             raise KeyError(f"this checkout's config has no key {key}, and renames.keys has no older name of it")
         words = known[name]
         if words is not None and value not in words:
@@ -275,16 +275,17 @@ def tensor_hashes(checkpoint: Path) -> dict[str, str]:
     The checkpoint has to be one's own: torch's reader executes what its metadata name.
     """
     import torch
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     found = reader.read_metadata().state_dict_metadata
     of_tensors = {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
     state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in of_tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     return {name: tensor_hash(tensor) for name, tensor in sorted(state.items())}
 
 

@@ -6,15 +6,17 @@
     python tools/same_numbers.py compare OLD NEW
 
 The scenarios, and what was renamed in between, are in same_numbers.yaml beside it. A result is SCENARIO.json: the lines of
-metrics.jsonl, and a SHA-256 of every tensor of the last checkpoint (weights, predictors, optimizer). `compare` exits with 1
-where one of them differs (a metric by more than the order of its sums explains), or is gone. Both runs have to be on one
-machine: other processors add up in another order.
+metrics.jsonl and the figures of a report, and a SHA-256 of every tensor of the last checkpoint (weights, predictors, critic,
+optimizer) and of the folder hf/. `compare` exits with 1 where one of them differs (a metric by more than the order of its sums
+explains), or is gone. Both runs have to be on one machine: other processors add up in another order.
+
+Nothing of a checkout is imported here: it runs by its own command line, and its keys are read in its docs/configuration.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import ast
 import hashlib
 import json
 import math
@@ -23,7 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
-import typing
+import tomllib
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,8 @@ ROUNDING = 1e-12
 have to be equal bit by bit."""
 SHOWN = 5
 """Differences of a scenario that are named."""
+ROLLOUTS = "{rollouts}"
+"""Stands for the folder of the recordings in the settings of same_numbers.yaml."""
 Settings = dict[str, Any]
 """Dotted config keys -> values, where a section's values may also be given together."""
 Choices = Mapping[str, list[str] | None]
@@ -81,7 +85,7 @@ def in_words_of(known: Choices, settings: Settings, renames: Mapping[str, Any]) 
     found: Settings = {}
     for key, value in settings.items():
         name = key if key in known else old_keys.get(key)
-        if name not in known:
+        if name is None or name not in known:
             raise KeyError(f"this checkout's config has no key {key}, and renames.keys has no older name of it")
         words = known[name]
         if words is not None and value not in words:
@@ -132,37 +136,60 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], renames: Mapping
     return wrong, list(extra)
 
 
-def choices(tree: type, prefix: str = "") -> dict[str, list[str] | None]:
-    """Dotted keys of a tree of dataclasses -> what a key of words alone takes, None for another."""
+def choices(reference: str) -> dict[str, list[str] | None]:
+    """Dotted keys of docs/configuration.md -> what a key of words alone takes, None for another."""
     found: dict[str, list[str] | None] = {}
-    for name, kind in typing.get_type_hints(tree).items():
-        if dataclasses.is_dataclass(kind):
-            found |= choices(kind, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else None
+    for key, kind in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", reference, re.MULTILINE):
+        words = re.fullmatch(r"Literal(\[[^\[\]]+\])", kind)
+        found[key] = ast.literal_eval(words[1]) if words else None
     return found
+
+
+def figures(report: Any, name: str = "") -> dict[str, float]:
+    """The numbers of a JSON report, each under the path to it: {'loss': {'after': 2.0}} -> {'loss/after': 2.0}."""
+    if isinstance(report, (dict, list)):
+        parts = report.items() if isinstance(report, dict) else enumerate(report)
+        return {k: v for part, value in parts for k, v in figures(value, f"{name}/{part}").items()}
+    return {name.removeprefix("/"): report} if isinstance(report, (int, float)) else {}
+
+
+def steps_of(preferences: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Rows of responses in steps, one a number, each with a label: 1 in a chosen response, 0 in a rejected one."""
+    responses = [(row["prompt"], row[which].split(), which) for row in preferences for which in ("chosen", "rejected")]
+    return [
+        {"prompt": prompt, "steps": steps, "labels": [float(which == "chosen")] * len(steps)}
+        for prompt, steps, which in responses
+        if steps
+    ]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
 class Runs:
-    """Runs of one checkout's code, in a folder of their own."""
+    """Runs of one checkout's code, in a folder of their own, on the models and data of the folder of the recordings."""
 
-    def __init__(self, checkout: Path, out: Path, plan: Mapping[str, Any]) -> None:
-        self.checkout, self.out, self.plan = checkout, out, plan
+    def __init__(self, checkout: Path, out: Path, rollouts: Path, plan: Mapping[str, Any]) -> None:
+        self.checkout, self.out, self.rollouts, self.plan = checkout, out, rollouts, plan
         out.mkdir(parents=True, exist_ok=True)
-        self.known: Choices = json.loads(self._python(str(HERE), "keys", log=out / "keys.log").read_text())
+        self.known = choices((checkout / "docs" / "configuration.md").read_text())
+        scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
+        self.command_line: str = scripts["megatron-rl"].partition(":")[0]
 
-    def start(self, name: str, command: str, settings: Settings, *, processes: int = 1) -> Path:
-        """One run from its first step to its end; its folder."""
+    def start(self, name: str, about: Mapping[str, Any], more: Settings) -> Path:
+        """A run from its first step to its end; its folder. about: as in same_numbers.yaml; more: further settings."""
         folder, config = self.out / "runs" / name, self.out / "runs" / f"{name}.yaml"
         shutil.rmtree(folder, ignore_errors=True)  # else it would go on
+        command = about.get("command", "train")
+        parts = [self.plan["every"], self.plan["train"] if command == "train" else {}, about.get("settings", {})]
+        settings = {key: value for part in parts for key, value in flat(part, self.plan_keys).items()}
         own = {"name": name, "runs_dir": str(self.out / "runs")}
-        new = flat(self.plan["every"], self.plan_keys) | flat(settings, self.plan_keys) | own
+        own["model.path"] = str(self.rollouts / about.get("model", "runs/warm/hf"))
         config.parent.mkdir(exist_ok=True)
-        config.write_text(yaml.safe_dump(nested(in_words_of(self.known, new, self.plan["renames"]))))
-        arguments = ["-m", "megatron_rl.cli", command, str(config), "--nproc", str(processes)]
+        text = yaml.safe_dump(nested(in_words_of(self.known, own | settings | more, self.plan["renames"])))
+        config.write_text(text.replace(ROLLOUTS, str(self.rollouts)))
+        processes = str(about.get("processes", 1))
+        arguments = ["-m", self.command_line, command, str(config), "--nproc", processes]
         self._python(*arguments, log=config.with_suffix(".log"))
         return folder
 
@@ -171,15 +198,7 @@ class Runs:
         """Keys that same_numbers.yaml may name: those of the checkout, under their new names."""
         return self.known | dict.fromkeys(self.plan["renames"]["keys"].values())
 
-    def scenario(self, name: str, model: Path, rollout: Settings) -> Path:
-        """The run of a scenario, from the model folder `model`; rollout: where its trajectories come from or go to."""
-        about = self.plan["scenarios"][name]
-        command = about.get("command", "train")
-        shared = flat(self.plan["train"], self.plan_keys) | rollout if command == "train" else {}
-        settings = shared | {"model.path": str(model)} | flat(about.get("settings", {}), self.plan_keys)
-        return self.start(name, command, settings, processes=about.get("processes", 1))
-
-    def _python(self, *arguments: str, log: Path) -> Path:
+    def _python(self, *arguments: str, log: Path) -> None:
         """Run this Python on the checkout's code. Errors: SystemExit with the end of its output."""
         environment = os.environ | {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -197,53 +216,85 @@ class Runs:
             lines = log.read_text(errors="replace").splitlines()
             errors = [line for line in lines if "error:" in line] or lines[-20:]
             raise SystemExit("\n".join([f"same_numbers: {' '.join(arguments)} failed [{log}]", *errors]))
-        return log
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def record(self, names: list[str]) -> None:
-        """The model, its warm start, and the rollouts of the scenarios that have their own, each with a real server."""
-        warm = self.out / "runs" / "warm" / "hf"
-        if not warm.is_dir():
-            tool = self.checkout / "tools" / "make_tiny_model.py"
-            flags = [str(flag) for flag in self.plan["model"]]
-            self._python(str(tool), "qwen3_moe", str(self.out / "model"), *flags, log=self.out / "model.log")
-            self.start("warm", "sft", self.plan["warm"] | {"model.path": str(self.out / "model")})
+        """The rollouts of the scenarios that have their own, each with a real server; first the models and data of all.
+
+        What is there of the latter stays as it is.
+        """
+        tools = self.checkout / "tools"
+        for name, (family, *flags) in self.plan["models"].items():
+            if not (self.out / name).is_dir():
+                arguments = [str(tools / "make_tiny_model.py"), family, str(self.out / name), *map(str, flags)]
+                self._python(*arguments, log=self.out / f"{name}.log")
+        for name, about in self.plan["before"].items():
+            samples, preferences = about["command"] == "rollout", self.out / "preferences.jsonl"
+            if (preferences if samples else self.out / "runs" / name / "hf").exists():
+                continue
+            folder = self.start(name, about, {})
+            if samples:
+                [responses] = (folder / "rollouts").glob("*.jsonl")
+                arguments = [str(tools / "make_preferences.py"), str(responses), str(preferences)]
+                self._python(*arguments, log=self.out / "preferences.log")
+                rows = steps_of([json.loads(line) for line in preferences.read_text().splitlines()])
+                (self.out / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            print(f"{name}: made", flush=True)
         for name in names:
             about = self.plan["scenarios"][name]
             if "rollouts" not in about and about.get("command", "train") == "train":
-                self.scenario(name, warm, {"rollout.record": True})
+                self.start(name, about, {"rollout.record": True} | flat(about.get("record", {}), self.plan_keys))
                 print(f"{name}: recorded", flush=True)
 
-    def replay(self, name: str, rollouts: Path) -> None:
+    def replay(self, name: str) -> None:
         """A scenario from recorded rollouts -> SCENARIO.json."""
-        source = self.plan["scenarios"][name].get("rollouts", name)
-        replay = {"rollout.load": str(rollouts / "runs" / source / "rollouts")}
-        folder = self.scenario(name, rollouts / "runs" / "warm" / "hf", replay)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        about = self.plan["scenarios"][name]
+        recorded = self.rollouts / "runs" / about.get("rollouts", name) / "rollouts"
+        train = about.get("command", "train") == "train"
+        folder = self.start(name, about, {"rollout.load": str(recorded)} if train else {})
+        lines = []
+        if (folder / "metrics.jsonl").exists():
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if "report" in about:
+            lines.append({"step": 0} | figures(json.loads((folder / about["report"]).read_text())))
         metrics = [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
-        [checkpoint] = (folder / "checkpoints").glob("step_*")
-        result = {"metrics": metrics, "tensors": tensor_hashes(checkpoint)}
-        (self.out / f"{name}.json").write_text(json.dumps(result, indent=1))
-        print(f"{name}: {len(metrics)} steps, {len(metrics[-1])} metrics, {len(result['tensors'])} tensors", flush=True)
+        tensors: dict[str, str] = {}
+        for checkpoint in (folder / "checkpoints").glob("step_*"):
+            tensors |= tensor_hashes(checkpoint)
+        tensors |= {f"hf/{key}": value for key, value in folder_hashes(folder / "hf").items()}
+        if not metrics or not tensors:
+            raise SystemExit(f"same_numbers: {folder} has no metrics, or neither a checkpoint nor hf/")
+        (self.out / f"{name}.json").write_text(json.dumps({"metrics": metrics, "tensors": tensors}, indent=1))
+        print(f"{name}: {len(metrics)} steps, {len(metrics[-1])} metrics, {len(tensors)} tensors", flush=True)
 
 
 def tensor_hashes(checkpoint: Path) -> dict[str, str]:
-    """Name -> SHA-256 of dtype, shape and bytes of every tensor of a distributed checkpoint, whatever wrote it."""
+    """Name -> SHA-256 of dtype, shape and bytes of every tensor of a distributed checkpoint, whatever wrote it.
+
+    The checkpoint has to be one's own: torch's reader executes what its metadata name.
+    """
     import torch
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    from megatron_rl.models.checkpoint_reader import CheckpointReader
-
-    reader = CheckpointReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     found = reader.read_metadata().state_dict_metadata
     of_tensors = {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
     state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in of_tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     return {name: tensor_hash(tensor) for name, tensor in sorted(state.items())}
+
+
+def folder_hashes(folder: Path) -> dict[str, str]:
+    """The same of the safetensors in a Hugging Face folder; empty where there is none."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor_hash(tensor) for file in files for name, tensor in sorted(load_file(file).items())}
 
 
 def tensor_hash(tensor) -> str:
@@ -279,7 +330,6 @@ def main(arguments: list[str] | None = None) -> int:
     plan = yaml.safe_load(HERE.with_suffix(".yaml").read_text())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("keys", help="the config's keys, as JSON")
     for command in ("record", "run"):
         this = commands.add_parser(command)
         this.add_argument("rollouts", type=Path, help="folder of the recordings")
@@ -294,19 +344,15 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("old", "new"):
         this.add_argument(name, type=Path)
     args = parser.parse_args(arguments)
-    if args.command == "keys":
-        from megatron_rl.config import Config
-
-        print(json.dumps(choices(Config)))
-        return 0
     if args.command == "compare":
         return int(compare(args.old, args.new, plan["renames"]) > 0)
+    checkout, rollouts = args.checkout.resolve(), args.rollouts.resolve()
     if args.command == "record":
-        Runs(args.checkout.resolve(), args.rollouts.resolve(), plan).record(args.only)
+        Runs(checkout, rollouts, rollouts, plan).record(args.only)
         return 0
-    runs = Runs(args.checkout.resolve(), args.out.resolve(), plan)
+    runs = Runs(checkout, args.out.resolve(), rollouts, plan)
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda name: runs.replay(name, args.rollouts.resolve()), args.only))
+        list(pool.map(runs.replay, args.only))
     return 0
 
 

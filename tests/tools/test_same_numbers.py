@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch.distributed import checkpoint
 
-from megatron_rl.config import Config
 from megatron_rl.config.load import build_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "same_numbers.py"
@@ -104,13 +104,30 @@ def test_the_exit_status_says_what_was_found(tool, tmp_path, capsys):
 
 
 def test_every_scenario_is_a_valid_config_of_this_checkout(tool):
-    plan, known = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text()), tool.choices(Config)
+    plan = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
+    known = tool.choices((SCRIPT.parents[1] / "docs" / "configuration.md").read_text())
     assert known["algorithm.kl.estimator"] == ["k1", "k2", "k3"] and known["data.options"] is None
-    for name, about in {"warm": {"settings": plan["warm"]}, **plan["scenarios"]}.items():
+    for name, about in (plan["before"] | plan["scenarios"]).items():
         settings = plan["every"] | (plan["train"] if about.get("command", "train") == "train" else {})
         settings = tool.flat(settings, known) | tool.flat(about.get("settings", {}), known)
+        settings |= tool.flat(about.get("record", {}), known)
         build_config(tool.nested(tool.in_words_of(known, settings, plan["renames"])), name)
-        assert about.get("rollouts", name) in {"warm", *plan["scenarios"]}
+        assert about.get("rollouts", name) in plan["before"] | plan["scenarios"]
+        first, _, run = about.get("model", "runs/warm/hf").partition("/")
+        assert (run.removesuffix("/hf") in plan["before"]) if run else first in plan["models"]
+
+
+def test_numbers_of_a_report_are_found(tool):
+    report = {"model": "runs/a", "loss": {"before": 1.5, "after": 2.0}, "importance": {"layers": [0.5, None]}}
+    assert tool.figures(report) == {"loss/before": 1.5, "loss/after": 2.0, "importance/layers/0": 0.5}
+
+
+def test_rows_of_steps_are_labeled_by_the_response_that_they_are_of(tool):
+    rows = tool.steps_of(
+        [{"prompt": "3 1 2", "chosen": "1 2", "rejected": "3"}, {"prompt": "1", "chosen": "1", "rejected": ""}]
+    )
+    assert [row["steps"] for row in rows] == [["1", "2"], ["3"], ["1"]]
+    assert [row["labels"] for row in rows] == [[1.0, 1.0], [0.0], [1.0]]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -125,3 +142,11 @@ def test_hashes_are_of_the_bits_of_every_tensor(tool, tmp_path):
         ("zero", -state["zero"]),
     ):
         assert tool.tensor_hash(other) != hashes[name]
+
+
+def test_hashes_of_a_folder_are_those_of_its_safetensors(tool, tmp_path):
+    state = {"w": torch.randn(3, 5), "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn), "scale": torch.tensor(0.5)}
+    save_file({"w": state["w"]}, tmp_path / "model-1.safetensors")
+    save_file({name: state[name] for name in ("fp8", "scale")}, tmp_path / "model-2.safetensors")
+    assert tool.folder_hashes(tmp_path) == {name: tool.tensor_hash(tensor) for name, tensor in state.items()}
+    assert tool.folder_hashes(tmp_path / "none") == {}

@@ -24,7 +24,7 @@ MEANING = {
     "weights": "as they are trained",
     "fp8_weights": "Transformer Engine's copies, one a direction of the products",
     "gradients": "buffers of all micro-batches' sums",
-    "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
+    "optimizer": "its moments, and fp32 weights where bf16 ones are trained",
     "reference": "frozen, of algorithm.kl or dpo",
     "masks": "of model.keep_zeros",
     "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",

@@ -14,7 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig
+from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig, OptimizerConfig
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import (
     Kind,
     Plan,
@@ -227,23 +228,34 @@ def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
 
 
 def optimizer_width(config: Config) -> float:
-    """Bytes of Adam's state for one parameter on the GPU, without what is on the host.
+    """Bytes of the optimizer's state for one parameter on the GPU, without what is on the host.
 
-    Two moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
+    Its moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
     (optimizer.precision_aware).
     """
     opt = config.optimizer
     if TRAIN[config.precision.train].dtype.itemsize == 4:
-        return 8
+        return 4 * _moments(opt)
     if opt.precision_aware:
-        return 2 + 2 * (2 if opt.moments == "bf16" else 4)
-    return 12 * (1 - opt.cpu_offload)
+        return 2 + _moments(opt) * (2 if opt.moments == "bf16" else 4)
+    return _master_width(opt) * (1 - opt.cpu_offload)
+
+
+def _moments(opt: OptimizerConfig) -> int:
+    """Numbers that the optimizer keeps for a parameter."""
+    return len(OPTIMIZERS[opt.name].states(opt))
+
+
+def _master_width(opt: OptimizerConfig) -> int:
+    """Bytes of a parameter and its moments in fp32."""
+    return 4 * (1 + _moments(opt))
 
 
 def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
     """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload."""
     stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
-    return int(16 * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
+    width = _master_width(config.optimizer) + 4  # and the gradients
+    return int(width * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
 
 
 def _trained_of_stage(config: Config, shape: Shape, stage: int) -> list[Weight]:
@@ -536,18 +548,18 @@ def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
     Ranks share the writing, and each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is
     written from there.
     """
-    width = TRAIN[config.precision.train].dtype.itemsize
+    width, master = TRAIN[config.precision.train].dtype.itemsize, _master_width(config.optimizer)
     shared = changed(config, "parallel.distributed_optimizer", True)
     stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
     share = max(sharded(shared, weights, gpus) for weights in stages)
-    copied = int((12 * (1 - config.optimizer.cpu_offload) + width) * share)
+    copied = int((master * (1 - config.optimizer.cpu_offload) + width) * share)
     saved = model_counts(shape).total
     if config.lora.rank:  # adapters, once more in PEFT's format
         saved = count(adapter_weights(whole_model(shape), config.lora))
     return {
         "host_bytes": copied,
         "host_bytes_per_node": copied * min(gpus, NODE),
-        "disk_bytes": (12 + width) * saved + (width * saved if config.lora.rank else 0),
+        "disk_bytes": (master + width) * saved + (width * saved if config.lora.rank else 0),
     }
 
 
@@ -624,7 +636,7 @@ def remedies(
         ("parallel.expert", 2 * parallel.expert),
         ("parallel.pipeline", 2 * parallel.pipeline),
         ("parallel.tensor", 2 * parallel.tensor),
-        ("parallel.distributed_optimizer", True),
+        *([("parallel.distributed_optimizer", True)] if OPTIMIZERS[config.optimizer.name].sharded else []),
         *_savers(config),
         (
             "batch.tokens_per_micro_batch",

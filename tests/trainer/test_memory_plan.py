@@ -45,6 +45,11 @@ def layouts_of(family: str) -> list[dict]:
         layouts += [
             {"parallel": {"context": 2}, "passes": True},
             {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}},
+            {
+                "optimizer": {"name": "sgd"},
+                "parallel": {"distributed_optimizer": False},
+                "precision": {"train": "bf16"},
+            },
             {"precision": {"train": "bf16", "gradients": "bf16"}},
             {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze": ["*.router.*", "*.experts.*"]}},
             {"algorithm": {"kl": {"coefficient": 0.1}}, "lora": {"rank": 16}, "precision": {"train": "bf16"}},

@@ -13,8 +13,8 @@ import pytest
 import torch
 from models.test_sizes import MODELS
 
-from megatron_rl.checks.fit import check_fits
-from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.checks.fit import check_fits, remedies
+from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, server_use
 from megatron_rl.cli import main
 from megatron_rl.config import Config, OptimizerConfig, ServerConfig
 from megatron_rl.config.load import load_config

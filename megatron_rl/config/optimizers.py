@@ -20,8 +20,10 @@ class Optimizer:
     """Fields of Megatron's OptimizerConfig that belong to this optimizer alone."""
     states: Callable[[OptimizerConfig], tuple[str, ...]]
     """Names, in the optimizer's state, of the tensors of a weight's size that it keeps: fp32 but for optimizer.moments."""
+    classes: tuple[str, ...]
+    """Names of classes whose state is made here for a checkpoint; that of others Megatron makes."""
     counts_steps: bool
-    """Whether torch's own keeps a count of steps for each weight, `step`."""
+    """Whether these keep a count of steps for each weight, `step`."""
     sharded: bool
     """Whether Megatron's distributed optimizer takes it."""
 
@@ -30,12 +32,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Optimizer(
         settings=lambda opt: {"adam_beta1": opt.betas[0], "adam_beta2": opt.betas[1], "adam_eps": opt.eps},
         states=lambda opt: ("exp_avg", "exp_avg_sq"),
+        classes=("Adam", "AdamW"),  # torch's, of which Megatron asks the step, which only one that was used has
         counts_steps=True,
         sharded=True,
     ),
     "sgd": Optimizer(
         settings=lambda opt: {"sgd_momentum": opt.momentum},
         states=lambda opt: ("momentum_buffer",) if opt.momentum else (),
+        classes=("SGD", "FusedSGD"),
         counts_steps=False,
         sharded=False,
     ),

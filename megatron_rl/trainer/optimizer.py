@@ -117,7 +117,7 @@ def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
 
 def torch_optimizers(optimizer: ChainedOptimizer) -> list[torch.optim.Optimizer]:
     """The inner optimizers that are torch's own: all without Transformer Engine and Apex, and those of the host."""
-    return [inner for inner in inner_optimizers(optimizer) if _is_torchs(inner)]
+    return [one for one in inner_optimizers(optimizer) if type(one).__module__.startswith("torch.optim.")]
 
 
 def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
@@ -139,17 +139,13 @@ def separate_steps(optimizer: ChainedOptimizer) -> None:
 
 
 def _allocate(config: OptimizerConfig, inner: Any) -> None:
-    kind = OPTIMIZERS[config.name]
-    if kind.counts_steps and not _is_torchs(inner):
-        return  # Megatron allocates it; of torch's it asks for the step, which only one that was used has
+    kind = next((kind for kind in OPTIMIZERS.values() if type(inner).__name__ in kind.classes), None)
+    if kind is None:
+        return
     for parameter in (p for group in inner.param_groups for p in group["params"]):
         if not inner.state[parameter]:
             steps = {"step": torch.zeros((), device=parameter.device)} if kind.counts_steps else {}
             inner.state[parameter] = steps | {name: torch.zeros_like(parameter) for name in kind.states(config)}
-
-
-def _is_torchs(inner: Any) -> bool:
-    return type(inner).__module__.startswith("torch.optim.")
 
 
 def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:

@@ -136,6 +136,7 @@ class StepPreview:
             shadow.param_groups = [{**group, "params": copies, "lr": group["lr"] * lr_scale}]
             shadow.state = defaultdict(dict)
             for own, member in zip(copies, members, strict=True):
+                vars(own).update(vars(member))  # marks of a weight, by which an optimizer may go
                 own.grad = None if member.grad is None else member.grad * self._clip
                 state = inner.state.get(member, {}).items()
                 shadow.state[own] = {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in state}

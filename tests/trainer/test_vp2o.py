@@ -6,6 +6,7 @@ That transformed gradients are the same on every layout is in test_parity.py.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from layouts import make_samples
 from ranks import run_ranks, without_ties
 
 from megatron_rl.algorithms import stein
+from megatron_rl.trainer.preview import StepPreview
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 
@@ -115,6 +117,28 @@ def test_a_step_is_previewed_to_the_bit(found, on_two_ranks):
     """With each of Megatron's optimizers, and their state over one and two processes."""
     assert found["preview_all"] == [0.0] * len(ONE_RANK)
     assert on_two_ranks["preview_all"] == [0.0] * len(TWO_RANKS)
+
+
+class Marked(torch.optim.SGD):
+    """Goes by a mark on a weight, as Megatron's Muon goes by those of how a weight is cut."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(weight.grad, alpha=-group["lr"] * weight.factor)
+
+
+def test_a_preview_goes_by_the_marks_of_a_weight():
+    weight = torch.nn.Parameter(torch.randn(3))
+    weight.factor, weight.grad = 2.0, torch.randn(3)
+    parts = [SimpleNamespace(optimizer=Marked([weight], lr=0.5))]
+    chained = SimpleNamespace(chained_optimizers=parts, config=SimpleNamespace(clip_grad=0.0))
+    before = weight.detach().clone()
+    (after,) = StepPreview(chained, 1.0).after([weight], 0.5)
+    assert torch.equal(weight, before)
+    parts[0].optimizer.param_groups[0]["lr"] *= 0.5
+    parts[0].optimizer.step()
+    assert torch.equal(after, weight) and not torch.equal(weight, before)
 
 
 def test_sgd_steps_as_it_is_defined(found):

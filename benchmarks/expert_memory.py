@@ -33,7 +33,7 @@ import transformers
 from peak_memory import forward_and_backward, peak_bytes
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks.memory_plan import CPU, GPU, Kernels, stage_activations
+from megatron_rl.checks.activations import CPU, GPU, Kernels, stage_activations
 from megatron_rl.config import Config
 from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import Sequence

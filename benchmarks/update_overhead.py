@@ -42,7 +42,7 @@ from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer.critic import Critic
 from megatron_rl.trainer.hooks import UpdateContext, UpdateHook
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.optimizer import torch_adams
+from megatron_rl.trainer.optimizer import torch_optimizers
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
@@ -176,13 +176,13 @@ def measure_memory(
 
 
 def _sizes(trainer: Trainer) -> Iterator[int]:
-    """Bytes of a trainer's weights, gradient buffers and Adam's state."""
+    """Bytes of a trainer's weights, gradient buffers and optimizer state."""
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     yield from (p.numel() * p.element_size() for p in parameters)
     trained = [p.main_grad for p in parameters if p.requires_grad]  # pyright: ignore[reportAttributeAccessIssue]
     yield from (gradient.numel() * gradient.element_size() for gradient in trained)
-    for adam in torch_adams(trainer.optimizer):
-        yield from (s.numel() * s.element_size() for state in adam.state.values() for s in state.values())
+    for inner in torch_optimizers(trainer.optimizer):
+        yield from (s.numel() * s.element_size() for state in inner.state.values() for s in state.values())
 
 
 def main() -> None:

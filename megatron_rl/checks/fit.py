@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.memory_plan import EXACT, GB, Estimate, estimate, remedies, server_use
+from megatron_rl.checks.memory_plan import EXACT, GB, Estimate, changed, estimate, server_use
 from megatron_rl.config import Config
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import Kind
 from megatron_rl.data.hub import as_id
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ MEANING = {
     "weights": "as they are trained",
     "fp8_weights": "Transformer Engine's copies, one a direction of the products",
     "gradients": "buffers of all micro-batches' sums",
-    "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
+    "optimizer": "its moments, and fp32 weights where bf16 ones are trained",
     "reference": "frozen, of algorithm.kl or dpo",
     "masks": "of model.keep_zeros",
     "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",
@@ -171,3 +173,64 @@ def _print_tables(report: dict[str, Any]) -> None:
         f"a GPU of an engine: {gigabytes(server['weights'])} GB of weights, so that rollout.server.memory_fraction ="
         f" {gigabytes(server['share'])} GB leaves {cache}"
     )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of one key, and what it makes of the total."""
+
+    key: str
+    """A key of the config, or 'gpus'."""
+    value: Any
+    saves: int
+    """Bytes by which the total falls."""
+    saves_of_kind: int
+    """Bytes by which the kind that is asked about falls."""
+
+
+def _savers(config: Config) -> list[tuple[str, Any]]:
+    """Savers of the optimizer's and gradients' memory that the rest of the config allows (preflight.check_memory_savers)."""
+    if TRAIN[config.precision.train].dtype.itemsize == 4:
+        return []
+    offload = config.parallel.distributed_optimizer and config.vp2o.trust_region is None
+    tries: list[tuple[str, Any]] = (
+        [("optimizer.cpu_offload", 1.0)] if offload and not config.optimizer.precision_aware else []
+    )
+    return tries if config.vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
+
+
+def remedies(
+    config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str, *, run: Kind = "train"
+) -> list[Remedy]:
+    """Changes of one key that lower the total, the best for this kind first. Sizes that do not divide are left out."""
+    parallel, found = config.parallel, []
+    tries = [
+        ("model.recompute", "full"),
+        ("parallel.expert", 2 * parallel.expert),
+        ("parallel.pipeline", 2 * parallel.pipeline),
+        ("parallel.tensor", 2 * parallel.tensor),
+        *([("parallel.distributed_optimizer", True)] if OPTIMIZERS[config.optimizer.name].sharded else []),
+        *_savers(config),
+        (
+            "batch.tokens_per_micro_batch",
+            max(config.rollout.context_length - 1, config.batch.tokens_per_micro_batch // 2),
+        ),
+        ("model.head_chunk_tokens", max(256, config.model.head_chunk_tokens // 2)),
+        ("routing.cached_tokens", max(1, config.routing.cached_tokens // 2)),
+        *([("algorithm.kl.coefficient", 0.0)] if run == "train" else []),
+        *([("dpo.precompute_reference", True)] if run == "dpo" else []),
+        ("gpus", 2 * now.gpus),
+    ]
+    for key, value in tries:
+        gpus, other = (value, config) if key == "gpus" else (now.gpus, changed(config, key, value))
+        if gpus == now.gpus and other == config:
+            continue
+        try:
+            then = estimate(other, hf_config, gpus, run=run).usage
+        except UserError:
+            continue
+        saves = now.usage.total - then.total
+        of_kind = now.usage.kinds.get(kind, 0) - then.kinds.get(kind, 0)
+        if saves > now.usage.total // 100:
+            found.append(Remedy(key, value, saves, of_kind))
+    return sorted(found, key=lambda remedy: (-max(remedy.saves_of_kind, 0), -remedy.saves))

@@ -9,6 +9,7 @@ from packaging.version import Version
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config, DistillationConfig
 from megatron_rl.config.conditions import changed, idle
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import Kind
 from megatron_rl.errors import UserError
 
@@ -240,6 +241,10 @@ def check_memory_savers(config: Config, machine: Machine | None = None) -> None:
     sixteen_bits = config.precision.train != "fp32"
     share = f"optimizer.cpu_offload = {opt.cpu_offload:g}"
     for refused, problem in (
+        (
+            sharded and not OPTIMIZERS[opt.name].sharded,
+            f"Megatron does not shard the state of optimizer.name = {opt.name}; set parallel.distributed_optimizer: false",
+        ),
         (
             opt.cpu_offload and not sharded,
             f"{share} is of the sharded optimizer; set parallel.distributed_optimizer: true",

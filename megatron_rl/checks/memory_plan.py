@@ -1,9 +1,8 @@
 """Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push, by arithmetic.
 
 Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from what the code keeps for
-the backward: activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer,
-and all that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed:
-RESERVE, ASLEEP and IMBALANCE.
+the backward: activations and logits (`activations.py`). Upper bounds: temporaries of a layer, and all that grows with the
+tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE, ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig
+from megatron_rl.checks.activations import GPU, Kernels, head_work, layer_work, stage_activations
+from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig, OptimizerConfig
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import (
     Kind,
     Plan,
@@ -47,8 +48,6 @@ RESERVE = 3 * GB
 """CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
 ASLEEP = 2 * GB
 """Bytes that a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
-IMBALANCE = 1.5
-"""Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
 """Sequences of a prompt where data is learned from, in one update: comparisons are counted as pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
@@ -57,26 +56,6 @@ NODE = 8
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
 """Buffers of VP2O's transform, in sizes of a layer's output projections in fp32: these, and what it solves for."""
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Differences between kernels in what they keep for the backward."""
-
-    norm: int = 1
-    """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
-    fused_swiglu: bool = True
-    """True if the activation of dense MLPs and shared experts keeps its input alone."""
-    clamped_experts: int = 5
-    """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
-    and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
-    transformer_engine: bool = True
-    head_adds: bool = True
-    """The head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
-
-
-GPU = Kernels()
-CPU = Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=False, head_adds=False)
 
 
 @dataclass(frozen=True)
@@ -227,23 +206,34 @@ def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
 
 
 def optimizer_width(config: Config) -> float:
-    """Bytes of Adam's state for one parameter on the GPU, without what is on the host.
+    """Bytes of the optimizer's state for one parameter on the GPU, without what is on the host.
 
-    Two moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
+    Its moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
     (optimizer.precision_aware).
     """
     opt = config.optimizer
     if TRAIN[config.precision.train].dtype.itemsize == 4:
-        return 8
+        return 4 * _moments(opt)
     if opt.precision_aware:
-        return 2 + 2 * (2 if opt.moments == "bf16" else 4)
-    return 12 * (1 - opt.cpu_offload)
+        return 2 + _moments(opt) * (2 if opt.moments == "bf16" else 4)
+    return _master_width(opt) * (1 - opt.cpu_offload)
+
+
+def _moments(opt: OptimizerConfig) -> int:
+    """Numbers that the optimizer keeps for a parameter."""
+    return len(OPTIMIZERS[opt.name].states(opt))
+
+
+def _master_width(opt: OptimizerConfig) -> int:
+    """Bytes of a parameter and its moments in fp32."""
+    return 4 * (1 + _moments(opt))
 
 
 def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
     """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload."""
     stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
-    return int(16 * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
+    width = _master_width(config.optimizer) + 4  # and the gradients
+    return int(width * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
 
 
 def _trained_of_stage(config: Config, shape: Shape, stage: int) -> list[Weight]:
@@ -412,122 +402,13 @@ def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
     return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, of_step, gpus)
 
 
-def stage_activations(
-    config: Config, shape: Shape, stage: int, tokens: int, micro_batches: int = 1, kernels: Kernels = GPU
-) -> int:
-    """Bytes that the forward passes in flight keep for their backwards, without the head.
-
-    tokens: those of a micro-batch on one rank.
-    """
-    parallel, layers = config.parallel, stage_layers(shape, config.parallel, stage)
-    width = TRAIN[config.precision.train].dtype.itemsize
-    if config.model.recompute == "full":
-        stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
-    else:
-        stored = sum(layer_activations(config, shape, layer, tokens, kernels) for layer in layers)
-    # Chunks whose forward is done and backward is not, in Megatron's schedules.
-    behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
-    warm_up = 2 * behind + (virtual - 1) * parallel.pipeline if virtual > 1 else behind
-    in_flight = min(micro_batches * virtual, warm_up + 1)
-    final = kernels.norm * width * shape.hidden * tokens // parallel.tensor if not behind else 0
-    return stored * in_flight // virtual + final
-
-
-def layer_activations(
-    config: Config, shape: Shape, layer: int, tokens: int, kernels: Kernels = GPU, *, imbalance: float = 1.0
-) -> int:
-    """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation."""
-    parallel = config.parallel
-    width = TRAIN[config.precision.train].dtype.itemsize
-    stored = _attention_activations(config, shape, tokens, width, kernels)
-    own = tokens // parallel.tensor  # by sequence parallelism
-    stored += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
-    plain = 3 if kernels.fused_swiglu else 5
-    if layer not in shape.moe_layers:
-        return int(stored + width * plain * tokens * shape.intermediate // parallel.tensor)
-    stored += width * plain * tokens * shape.shared_intermediate // parallel.tensor
-    stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
-    routed = imbalance * own * shape.topk * expert_tensor_size(parallel)
-    inner = shape.expert_intermediate / expert_tensor_size(parallel)
-    of_token = shape.hidden + (kernels.clamped_experts if shape.bias else 3) * inner
-    return int(stored + routed * (width * of_token + 12))
-
-
-def _attention_activations(config: Config, shape: Shape, tokens: int, width: int, kernels: Kernels) -> int:
-    parallel = config.parallel
-    own = tokens // parallel.tensor
-    heads, kv_heads = shape.heads / parallel.tensor, shape.kv_heads / parallel.tensor
-    dim = shape.head_dim
-    mixed = (heads + 2 * kv_heads) * dim
-    numbers = own * shape.hidden * (kernels.norm + 1)  # the norm in front, its output
-    each = 4 * shape.rotary_dim  # cos and sin, for queries and keys
-    if shape.kv_lora:
-        numbers += own * ((kernels.norm + 1) * (shape.kv_lora + shape.q_lora) + shape.rotary_dim)
-    elif shape.qk_norm == "head":
-        each += mixed + heads * dim + (kernels.norm - 1) * (heads + kv_heads) * dim
-    elif shape.qk_norm == "heads":
-        each += kernels.norm * (heads + kv_heads) * dim
-    out = heads * dim if shape.kv_lora else heads * shape.value_dim  # MLA's values are padded to the width of its keys
-    if shape.kv_lora and shape.value_dim != dim:
-        each += heads * shape.value_dim  # and cut again
-    if config.model.recompute == "selective":
-        views = heads * (dim - shape.rotary_dim + shape.value_dim) if shape.kv_lora else mixed
-        each += heads * dim + kv_heads * dim + (0 if shape.qk_norm == "head" else views)
-        each += 0 if shape.kv_lora else out
-        return int(width * (numbers + tokens * each))
-    context = parallel.context
-    seen = context + 0.5 if context > 1 and parallel.cp_comm_type == "all_gather" else 1
-    each += heads * dim + kv_heads * dim * seen + (out if shape.kv_lora else kv_heads * shape.value_dim * seen) + out
-    return int(width * (numbers + tokens * each) + 4 * heads * tokens)
-
-
-def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
-    """Temporaries of one layer's backward: what is recomputed, gradients, and copies of tokens to experts and back."""
-    parallel = config.parallel
-    width = TRAIN[config.precision.train].dtype.itemsize
-    own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
-    imbalance = IMBALANCE if parallel.expert > 1 else 1.0
-    full = config.model.recompute == "full"
-    whole = replace(config, model=replace(config.model, recompute="none"))
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // parallel.tensor
-    work, dispatch = 0, 0
-    for layer in {(i in shape.moe_layers): i for i in layers}.values():
-        recomputed = layer_activations(whole, shape, layer, tokens, kernels, imbalance=imbalance) if full else 0
-        gradients = 2 * own * shape.hidden
-        copies = 0
-        if layer in shape.moe_layers:
-            routed = imbalance * own * shape.topk * etp
-            experts = shape.experts // parallel.expert
-            gradients += routed * 3 * shape.expert_intermediate / etp
-            gradients += 2 * experts * shape.expert_intermediate * shape.hidden / etp  # of fc1, until they are added up
-            copies = (2 + (parallel.expert > 1)) * routed * shape.hidden
-        else:
-            gradients += 3 * tokens * shape.intermediate / parallel.tensor
-        gradients = max(gradients, tokens * attention)
-        if recomputed + width * (gradients + copies) > work + dispatch:
-            work, dispatch = int(recomputed + width * gradients), int(width * copies)
-    return {"layer": work, "dispatch": dispatch}
-
-
-def head_work(config: Config, shape: Shape, tokens: int, kernels: Kernels) -> dict[str, int]:
-    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states."""
-    width = TRAIN[config.precision.train].dtype.itemsize
-    rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
-    chunk = min(config.model.head_chunk_tokens, tokens)
-    fp32_logits = config.precision.fp32_lm_head or config.precision.identical
-    logits = (4 if fp32_logits else width) * chunk * rows
-    table = rows * shape.hidden
-    product = width * table if width < 4 else 0  # of one chunk, before it is added
-    summed = (4 if tokens > chunk else width) * table
-    # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
-    rounded = width * chunk * rows if fp32_logits and width < 4 else 0  # gradients of fp32 logits
-    in_one = kernels.head_adds and width < 4
-    peak = summed + (max(logits + rounded, product) if in_one else max(logits + rounded + product, summed + product))
-    hidden = 2 * width * tokens * shape.hidden
-    return {"logits": logits, "head": peak - logits + hidden}
-
-
 # -- saves and pushes --------------------------------------------------------------------------------------------------
+
+
+def changed(config: Config, key: str, value: Any) -> Config:
+    """The config with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
@@ -536,18 +417,18 @@ def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
     Ranks share the writing, and each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is
     written from there.
     """
-    width = TRAIN[config.precision.train].dtype.itemsize
+    width, master = TRAIN[config.precision.train].dtype.itemsize, _master_width(config.optimizer)
     shared = changed(config, "parallel.distributed_optimizer", True)
     stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
     share = max(sharded(shared, weights, gpus) for weights in stages)
-    copied = int((12 * (1 - config.optimizer.cpu_offload) + width) * share)
+    copied = int((master * (1 - config.optimizer.cpu_offload) + width) * share)
     saved = model_counts(shape).total
     if config.lora.rank:  # adapters, once more in PEFT's format
         saved = count(adapter_weights(whole_model(shape), config.lora))
     return {
         "host_bytes": copied,
         "host_bytes_per_node": copied * min(gpus, NODE),
-        "disk_bytes": (12 + width) * saved + (width * saved if config.lora.rank else 0),
+        "disk_bytes": (master + width) * saved + (width * saved if config.lora.rank else 0),
     }
 
 
@@ -579,73 +460,3 @@ def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict[
     pushing = beside and served + weights + _push_buffers(config, shape)
     fits = share > served and max(share, pushing) + beside <= memory
     return {"weights": served, "share": share, "cache": max(0, share - served), "fits": fits}
-
-
-# -- what helps --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change of one key, and what it makes of the total."""
-
-    key: str
-    """A key of the config, or 'gpus'."""
-    value: Any
-    saves: int
-    """Bytes by which the total falls."""
-    saves_of_kind: int
-    """Bytes by which the kind that is asked about falls."""
-
-
-def changed(config: Config, key: str, value: Any) -> Config:
-    """The config with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
-
-
-def _savers(config: Config) -> list[tuple[str, Any]]:
-    """Savers of the optimizer's and gradients' memory that the rest of the config allows (preflight.check_memory_savers)."""
-    if TRAIN[config.precision.train].dtype.itemsize == 4:
-        return []
-    offload = config.parallel.distributed_optimizer and config.vp2o.trust_region is None
-    tries: list[tuple[str, Any]] = (
-        [("optimizer.cpu_offload", 1.0)] if offload and not config.optimizer.precision_aware else []
-    )
-    return tries if config.vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
-
-
-def remedies(
-    config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str, *, run: Kind = "train"
-) -> list[Remedy]:
-    """Changes of one key that lower the total, the best for this kind first. Sizes that do not divide are left out."""
-    parallel, found = config.parallel, []
-    tries = [
-        ("model.recompute", "full"),
-        ("parallel.expert", 2 * parallel.expert),
-        ("parallel.pipeline", 2 * parallel.pipeline),
-        ("parallel.tensor", 2 * parallel.tensor),
-        ("parallel.distributed_optimizer", True),
-        *_savers(config),
-        (
-            "batch.tokens_per_micro_batch",
-            max(config.rollout.context_length - 1, config.batch.tokens_per_micro_batch // 2),
-        ),
-        ("model.head_chunk_tokens", max(256, config.model.head_chunk_tokens // 2)),
-        ("routing.cached_tokens", max(1, config.routing.cached_tokens // 2)),
-        *([("algorithm.kl.coefficient", 0.0)] if run == "train" else []),
-        *([("dpo.precompute_reference", True)] if run == "dpo" else []),
-        ("gpus", 2 * now.gpus),
-    ]
-    for key, value in tries:
-        gpus, other = (value, config) if key == "gpus" else (now.gpus, changed(config, key, value))
-        if gpus == now.gpus and other == config:
-            continue
-        try:
-            then = estimate(other, hf_config, gpus, run=run).usage
-        except UserError:
-            continue
-        saves = now.usage.total - then.total
-        of_kind = now.usage.kinds.get(kind, 0) - then.kinds.get(kind, 0)
-        if saves > now.usage.total // 100:
-            found.append(Remedy(key, value, saves, of_kind))
-    return sorted(found, key=lambda remedy: (-max(remedy.saves_of_kind, 0), -remedy.saves))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rl.config.conditions import read_by
+from megatron_rl.config.conditions import only_with, read_by
 from megatron_rl.config.section import Count, Fraction, NonNegativeFloat, Positive, PositiveFloat, section
 
 
@@ -76,12 +76,18 @@ class LoRAConfig:
 
 @section
 class OptimizerConfig:
-    """Adam, its schedule and where its state lies."""
+    """The optimizer, its schedule and where its state lies."""
 
+    name: Literal["adam", "sgd"] = "adam"
+    """adam: AdamW (Loshchilov and Hutter 2019). sgd: stochastic gradient descent with momentum, as torch's; it keeps one number
+    a weight where Adam keeps two, and Megatron does not shard them: it needs parallel.distributed_optimizer: false."""
     lr: PositiveFloat = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    betas: Annotated[tuple[Fraction, Fraction], only_with(".name", "adam")] = (0.9, 0.95)
+    eps: Annotated[PositiveFloat, only_with(".name", "adam")] = 1e-8
+    momentum: Annotated[Fraction, only_with(".name", "sgd")] = 0.9
+    """Factor by which the running sum of gradients, which is what steps, falls at each update; 0 keeps no sum."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled from the gradient with adam, added to it (after clipping) with sgd."""
     clip_grad: NonNegativeFloat = 1.0
     """Norm to which gradients are clipped; 0 does not clip."""
     warmup_steps: Count = 0
@@ -91,13 +97,13 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
     """Optimizer updates until the end of the decay; by default all updates of the run."""
-    cpu_offload: Fraction = 0.0
+    cpu_offload: Annotated[Fraction, only_with(".name", "adam")] = 0.0
     """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
     by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
-    precision_aware: bool = False
+    precision_aware: Annotated[bool, only_with(".name", "adam")] = False
     """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
     bytes a parameter instead of 12."""
-    moments: Literal["fp32", "bf16"] = "fp32"
+    moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam")] = "fp32"
     """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 

@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.errors import UserError
@@ -36,7 +36,7 @@ from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.distributed_checkpoint import Write, read
 from megatron_rl.models.hf_folder import weights_digest
 from megatron_rl.trainer.hooks import UpdateHook
-from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
+from megatron_rl.trainer.optimizer import allocate_states, gather_parameters, separate_steps
 from megatron_rl.trainer.sharded_state import ShardedState
 from megatron_rl.trainer.trainer import Trainer
 
@@ -107,7 +107,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     trainer.residence.require("all")
     gather_parameters(trainer.ddp)
-    _allocate_adam(trainer)
+    allocate_states(trainer.config.optimizer, trainer.optimizer)
     state = _model_state(trainer)
     state |= {hook.name: found for hook in trainer.hooks if (found := hook.state_dict(state))}
     if not trainer.config.parallel.distributed_optimizer:
@@ -200,6 +200,7 @@ class Save:
             "scheduler": trainer.scheduler.state_dict(),
             "freeze": sorted(trainer.config.model.freeze),
             "lora": _lora_of(trainer),
+            "optimizer": _optimizer_of(trainer),
             "scales": _scales_layout(trainer),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "companions": {
@@ -207,6 +208,7 @@ class Save:
                     "scheduler": one.scheduler.state_dict(),
                     "freeze": sorted(one.config.model.freeze),
                     "lora": _lora_of(one),
+                    "optimizer": _optimizer_of(one),
                 }
                 for name, one in _companions(trainer).items()
             },
@@ -299,6 +301,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
             )
         _check_frozen(path, f"{name}.freeze" if name else "model.freeze", states[name], learner)
         _check_lora(path, states[name].get("lora", {}), learner)
+        _check_optimizer(path, f"{name}.optimizer" if name else "optimizer", states[name], learner)
     same_size = common["world_size"] == ranks.world_size
     for name, learner in learners.items():
         learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
@@ -320,7 +323,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
             part.loaded()
         if not parts[name]:
             learner.optimizer.load_state_dict(own["optimizer"])
-        _separate_steps(learner)
+        separate_steps(learner.optimizer)
         if "scales" in own:
             fp8.restore(_with_reference(learner), own["scales"], learner.model.config)
     for hook in known:
@@ -337,6 +340,24 @@ def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer)
         raise UserError(
             f"checkpoint {path}: has optimizer state for {key} = {frozen}, and the config says {now}; set it back, or"
             " start another run from its weights alone (checkpoint.load)"
+        )
+
+
+def _optimizer_of(trainer: Trainer) -> dict[str, Any]:
+    """The optimizer, and the names of what it keeps for a weight."""
+    opt = trainer.config.optimizer
+    return {"name": opt.name, "states": list(OPTIMIZERS[opt.name].states(opt))}
+
+
+def _check_optimizer(path: Path, key: str, state: dict[str, Any], learner: Trainer) -> None:
+    """Errors: UserError where the optimizer's state is that of another one."""
+    saved = state.get("optimizer", {"name": "adam", "states": ["exp_avg", "exp_avg_sq"]})  # in older ones it was Adam
+    now = _optimizer_of(learner)
+    if saved != now:
+        one, other = (f"{found['name']} ({', '.join(found['states']) or 'no state'})" for found in (saved, now))
+        raise UserError(
+            f"checkpoint {path}: has the optimizer state of {one}, and the config's {key} is {other}; set it back, or start"
+            " another run from its weights alone (checkpoint.load)"
         )
 
 
@@ -410,19 +431,6 @@ def _require(path: Path, part: str, found: Collection[str], names: Iterable[str]
             )
 
 
-def _allocate_adam(trainer: Trainer) -> None:
-    """Give torch's Adam its state: Megatron asks for its step, which only an Adam that was used has."""
-    for optimizer in torch_adams(trainer.optimizer):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if not optimizer.state[parameter]:
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
-    for part in trainer.optimizer.chained_optimizers:
-        inner = getattr(part, "optimizer", None)
-        if isinstance(inner, HybridDeviceOptimizer):
-            inner._sync_sub_optimizers_state_to_hdo()
-
-
 def _prepare_optimizers(trainer: Trainer) -> None:
     """Have distributed optimizers make the tensors that are loaded into, with parameter groups of the layout at hand.
 
@@ -431,7 +439,7 @@ def _prepare_optimizers(trainer: Trainer) -> None:
     """
     if not trainer.config.parallel.distributed_optimizer:
         return
-    _allocate_adam(trainer)
+    allocate_states(trainer.config.optimizer, trainer.optimizer)
     for optimizer in trainer.optimizer.chained_optimizers:
         if not any(group["params"] for group in optimizer.param_groups):
             continue  # all of a stage's weights may be frozen: there is nothing to load into, and no step
@@ -439,13 +447,6 @@ def _prepare_optimizers(trainer: Trainer) -> None:
         for group in state["optimizer"]["param_groups"]:
             group["step"] = trainer.scheduler.num_steps
         optimizer.load_state_dict(state)
-
-
-def _separate_steps(trainer: Trainer) -> None:
-    """One step counter for each parameter: Megatron loads one tensor into all, which each of them would then advance."""
-    for optimizer in torch_adams(trainer.optimizer):
-        for state in optimizer.state.values():
-            state["step"] = state["step"].clone()
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from megatron_rl.trainer.optimizer import gather_parameters
+from megatron_rl.trainer.optimizer import gather_parameters, inner_optimizers
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
@@ -148,10 +147,8 @@ def _rest(trainer: Trainer) -> Iterator[Tensor]:
     weights = {t.untyped_storage()._cdata for t in _tensors(trainer.chunks)}
     others = [_tensors(trainer.reference or [])]
     others += [hook.tensors() for hook in trainer.hooks]
-    for part in trainer.optimizer.chained_optimizers if trainer.trains else []:
-        inner = getattr(part, "optimizer", None)
-        inners = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
-        others += [_state(one) for one in inners]
+    if trainer.trains:
+        others += [_state(inner) for inner in inner_optimizers(trainer.optimizer)]
     for tensors in others:
         yield from (t for t in tensors if t.untyped_storage()._cdata not in weights)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -14,6 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Config, OptimizerConfig
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.models.precision import TRAIN
 
 
@@ -70,17 +72,14 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
 
 
 def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
-    """Megatron's Adam (decoupled weight decay) over the chunks' trainable parameters."""
+    """Megatron's optimizer of `optimizer.name` over the chunks' trainable parameters."""
     opt, dtype, gpu = config.optimizer, TRAIN[config.precision.train].dtype, torch.cuda.is_available()
     moments = torch.bfloat16 if opt.moments == "bf16" else torch.float32
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
-            optimizer="adam",
+            optimizer=opt.name,
             lr=opt.lr,
             min_lr=opt.lr * opt.min_lr_ratio,
-            adam_beta1=opt.betas[0],
-            adam_beta2=opt.betas[1],
-            adam_eps=opt.eps,
             weight_decay=opt.weight_decay,
             clip_grad=opt.clip_grad,
             bf16=dtype == torch.bfloat16,
@@ -96,21 +95,57 @@ def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Cha
             overlap_cpu_optimizer_d2h_h2d=opt.cpu_offload > 0,
             pin_cpu_grads=gpu,
             pin_cpu_params=gpu,
+            **OPTIMIZERS[opt.name].settings(opt),
         ),
         [*chunks],
     )
     assert isinstance(optimizer, ChainedOptimizer)
-    for inner in torch_adams(optimizer):
-        for group in inner.param_groups:  # by default torch's Adam keeps five temporaries of all it steps on a GPU
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:  # by default torch's keep temporaries of all that they step on a GPU
             group["fused"] = True
+    for part in optimizer.chained_optimizers:  # Megatron calls it before it loads, and has none for some
+        part.init_state_fn = part.init_state_fn or (lambda inner, config=None: _allocate(opt, inner))
     return optimizer
 
 
-def torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
+def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
+    """Yield the optimizers that step inside of Megatron's: with optimizer.cpu_offload those of the GPU and of the host."""
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
+
+
+def torch_optimizers(optimizer: ChainedOptimizer) -> list[torch.optim.Optimizer]:
     """The inner optimizers that are torch's own: all without Transformer Engine and Apex, and those of the host."""
-    inner = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
-    parts = [one.sub_optimizers if isinstance(one, HybridDeviceOptimizer) else [one] for one in inner]
-    return [one for part in parts for one in part if isinstance(one, torch.optim.Adam)]
+    return [one for one in inner_optimizers(optimizer) if type(one).__module__.startswith("torch.optim.")]
+
+
+def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
+    """Give each weight the state, of zeros, that its optimizer would make at its first step: checkpoints hold or fill it."""
+    for inner in inner_optimizers(optimizer):
+        _allocate(config, inner)
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, HybridDeviceOptimizer):
+            inner._sync_sub_optimizers_state_to_hdo()
+
+
+def separate_steps(optimizer: ChainedOptimizer) -> None:
+    """Give each weight a step counter: Megatron loads one tensor into all, which each of them would then advance."""
+    for inner in torch_optimizers(optimizer):
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+
+def _allocate(config: OptimizerConfig, inner: Any) -> None:
+    kind = next((kind for kind in OPTIMIZERS.values() if type(inner).__name__ in kind.classes), None)
+    if kind is None:
+        return
+    for parameter in (p for group in inner.param_groups for p in group["params"]):
+        if not inner.state[parameter]:
+            steps = {"step": torch.zeros((), device=parameter.device)} if kind.counts_steps else {}
+            inner.state[parameter] = steps | {name: torch.zeros_like(parameter) for name in kind.states(config)}
 
 
 def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:

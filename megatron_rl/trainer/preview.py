@@ -34,7 +34,7 @@ def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice]
 class StepPreview:
     """The step that `optimizer` is about to take; its gradients are prepared (`prepare_grads`), and not yet clipped.
 
-    The inner optimizer itself steps, on copies of a few parameters and of their state, so that whatever it is (torch's Adam,
+    The inner optimizer itself steps, on copies of a few parameters and of their state, so that whatever it is (torch's,
     Transformer Engine's or Apex's) its arithmetic is its own.
     """
 
@@ -83,7 +83,7 @@ class StepPreview:
     def changes(self, parameter: torch.nn.Parameter, place: slice) -> list[Tensor]:
         """Views of what the step may change of the flat range `place` of a parameter, as far as this process has it.
 
-        The parameter itself and, where the process updates them, its fp32 weights and moments. Not Adam's count of steps, which
+        The parameter itself and, where the process updates them, its fp32 weights and moments. Not the count of steps, which
         Megatron has one of for all parameters.
         """
         found = [parameter.detach().view(-1)[place]]
@@ -136,6 +136,7 @@ class StepPreview:
             shadow.param_groups = [{**group, "params": copies, "lr": group["lr"] * lr_scale}]
             shadow.state = defaultdict(dict)
             for own, member in zip(copies, members, strict=True):
+                vars(own).update(vars(member))  # marks of a weight, by which an optimizer may go
                 own.grad = None if member.grad is None else member.grad * self._clip
                 state = inner.state.get(member, {}).items()
                 shadow.state[own] = {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in state}

@@ -70,7 +70,7 @@ class ShardedState:
             self._tensors[parameter] = tensors
             pieces = _pieces(described[parameter], parameter)
             self.sharded[len(self.sharded)] = {
-                # Adam's step is one number, which the scheduler knows.
+                # The count of steps is one number, which the scheduler knows.
                 name: [part for piece in pieces for part in _cut(name, flat, ranges, *piece, apart=apart)]
                 for name, flat in tensors.items()
                 if name != "step"

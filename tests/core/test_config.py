@@ -330,8 +330,8 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     # 280, one for operators that engine and trainer share, three for gates: recorded, replayed, and the threshold below which
     # a replayed expert is given up; two of routers' balance, two label smoothings; five for epochs,
     # early stopping, a limit of advantages, and SAPO's two temperatures; one each for several evaluation sets, stragglers,
-    # histories as they are in use, and the tools of rows.
-    assert len(key_paths()) <= 302
+    # histories as they are in use, and the tools of rows; four of another optimizer, half of them the critic's.
+    assert len(key_paths()) <= 306
 
 
 @pytest.mark.parametrize("name", ["ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from models.test_sizes import MODELS
 
-from megatron_rl.checks.fit import check_fits
-from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.checks.fit import check_fits, remedies
+from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, server_use
 from megatron_rl.cli import main
-from megatron_rl.config import Config, ServerConfig
+from megatron_rl.config import Config, OptimizerConfig, ServerConfig
 from megatron_rl.config.load import load_config
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import pipeline_bubble
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import Shape
@@ -151,6 +155,44 @@ def test_precision_and_an_optimizer_that_is_not_sharded():
     assert fp32["optimizer"] * 3 == bf16["optimizer"] * 2
     assert fp8["weights"] == bf16["weights"] > fp8["fp8_weights"] > 0.8 * bf16["weights"]
     assert whole["optimizer"] == 6 * whole["weights"] > bf16["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("opt", "kind"),
+    [
+        (OptimizerConfig(), torch.optim.AdamW),
+        (OptimizerConfig(name="sgd"), partial(torch.optim.SGD, momentum=0.9)),
+        (OptimizerConfig(name="sgd", momentum=0.0), torch.optim.SGD),
+    ],
+)
+def test_an_optimizer_keeps_what_its_entry_says(opt, kind):
+    """As Megatron's optimizers stand in a table, and as torch's own keep it after a step."""
+    assert set(OPTIMIZERS) == set(get_args(get_type_hints(OptimizerConfig)["name"]))
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    weight.grad = torch.randn(2, 3)
+    optimizer = kind([weight], lr=0.1)
+    optimizer.step()
+    kept = {name: found for name, found in optimizer.state[weight].items() if found is not None}
+    entry = OPTIMIZERS[opt.name]
+    assert kept.pop("step", None) is not None or not entry.counts_steps
+    assert tuple(sorted(kept)) == tuple(sorted(entry.states(opt)))
+    assert all(tensor.shape == weight.shape for tensor in kept.values())
+
+
+def test_sgd_keeps_less():
+    """4 bytes of momentum, and fp32 weights beside those in bf16; neither is sharded, and no saver is proposed."""
+    whole = {"parallel__distributed_optimizer": False}
+    adam, sgd, plain = (
+        plan("OLMoE-1B-7B", 8, **whole, **keys)
+        for keys in ({}, {"optimizer__name": "sgd"}, {"optimizer__name": "sgd", "optimizer__momentum": 0.0})
+    )
+    assert [12 * found.usage.kinds["optimizer"] for found in (sgd, plain)] == [
+        bytes_ * adam.usage.kinds["optimizer"] for bytes_ in (8, 4)
+    ]
+    assert 14 * sgd.save["disk_bytes"] == 10 * adam.save["disk_bytes"]
+    config = recipe("OLMoE-1B-7B", **whole, optimizer__name="sgd")
+    proposed = {remedy.key for remedy in remedies(config, MODELS["OLMoE-1B-7B"], sgd, "optimizer")}
+    assert not proposed & {"parallel.distributed_optimizer", "optimizer.cpu_offload"}
 
 
 def test_savers_of_the_optimizer_and_gradients():

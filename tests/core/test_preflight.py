@@ -314,6 +314,18 @@ REFUSED |= {
     ),
 }
 REFUSED |= {
+    "shards of an optimizer that Megatron does not shard": (
+        {"optimizer": {"name": "sgd"}},
+        "does not shard the state of optimizer.name = sgd; set parallel.distributed_optimizer: false",
+    ),
+    "state on the host of an optimizer that has none there": (
+        {"optimizer": {"name": "sgd", "cpu_offload": 1.0}, "parallel": {"distributed_optimizer": False}},
+        "cpu_offload = 1 does nothing with optimizer.name = sgd; set optimizer.name: adam, or leave it out",
+    ),
+    "momentum of Adam": (
+        {"optimizer": {"momentum": 0.5}},
+        "momentum = 0.5 does nothing with optimizer.name = adam; set optimizer.name: sgd, or leave it out",
+    ),
     "state on the host of an optimizer that is not sharded": (
         {"optimizer": {"cpu_offload": 1.0}, "parallel": {"distributed_optimizer": False}},
         "cpu_offload = 1 is of the sharded optimizer; set parallel.distributed_optimizer: true",
@@ -465,6 +477,10 @@ REFUSED |= {
     "nothing of the critic's of that name": (
         {**GAE, "critic": {"freeze": ["*.rooter.*"]}},
         r"config: critic\.freeze: '\*\.rooter\.\*' matches.* mean \*\.router\.\*",
+    ),
+    "momentum of the critic's Adam": (
+        {**GAE, "critic": {"optimizer": {"momentum": 0.5}}},
+        "critic.optimizer.momentum = 0.5 does nothing with critic.optimizer.name = adam",
     ),
     "the critic's state on the host": (
         {**GAE, "critic": {"optimizer": {"cpu_offload": 1.0}}, "precision": {"train": "fp32"}},

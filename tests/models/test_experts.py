@@ -12,7 +12,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from ranks import run_ranks
 
-from megatron_rl.checks.memory_plan import GPU
+from megatron_rl.checks.activations import GPU
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.spec import layer_spec
 from megatron_rl.ops import matmuls

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_rl.errors import UserError
 from megatron_rl.models.distributed_checkpoint import write
 from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.optimizer import allocate_states
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -38,7 +39,7 @@ def new_trainer(model: str, layout: str, precision: str = "bf16") -> Trainer:
 def local_state(trainer: Trainer) -> list[torch.Tensor]:
     """This rank's fp32 weights and moments, and the model's weights."""
     inner = [part.optimizer for part in trainer.optimizer.chained_optimizers]
-    checkpoint._allocate_adam(trainer)
+    allocate_states(trainer.config.optimizer, trainer.optimizer)
     main = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     moments = [
         optimizer.state[p][name]
@@ -196,6 +197,15 @@ def frozen_state(model: str, folder: str) -> dict[str, Any]:
         checkpoint.load(path, other, other.ranks)
     except UserError as error:
         outcome["refused"] = str(error)
+    end_layout()
+    sgd = {"optimizer": {"name": "sgd"}, "parallel": {"distributed_optimizer": False}, "model": {"freeze": patterns}}
+    try:
+        trainer = make_trainer(make_config(model, sgd))
+        checkpoint.load(path, trainer, trainer.ranks)
+    except UserError as error:
+        outcome["of another optimizer"] = str(error)
+    end_layout()
+    other = trainer_of("data", ["*.router.*"])
     checkpoint.load_weights(path, other)
     outcome["weights alone"] = all(
         map(torch.equal, before[-len(list(other.chunks[0].parameters())) :], other.chunks[0].parameters())

@@ -16,7 +16,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer import checkpoint, offload
 from megatron_rl.trainer import trainer as trainer_module
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
+from megatron_rl.trainer.optimizer import torch_optimizers, wrap_ddp
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
@@ -73,7 +73,7 @@ def train(
     facts = {
         "gradients": {b.grad_data.dtype for b in buffers},
         "buckets": sum(len(b.buckets) for b in buffers),
-        "fused": {g.get("fused") for a in torch_adams(trainer.optimizer) for g in a.param_groups},
+        "fused": {g.get("fused") for a in torch_optimizers(trainer.optimizer) for g in a.param_groups},
     }
     end_layout()
     return {"state": result, **facts}

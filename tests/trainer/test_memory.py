@@ -25,6 +25,12 @@ GRADIENTS = {
     "fp32": {**BF16, **ONE_MICRO_BATCH},
     "bf16": {"precision": {"train": "bf16", "gradients": "bf16"}, **ONE_MICRO_BATCH},
 }
+SGD = {"optimizer": {"name": "sgd", "lr": 0.5}, "parallel": {"distributed_optimizer": False}}
+SGDS = {
+    "fp32": SGD,
+    "bf16": {**BF16, **SGD},
+    "without momentum": {**SGD, "optimizer": {**SGD["optimizer"], "momentum": 0.0}},
+}
 SMALL_BUCKETS = 4000
 SLEEPS = {
     "fp32": {},
@@ -32,6 +38,7 @@ SLEEPS = {
     "offloaded": OFFLOADED["offloaded"],
     "replicated optimizer": {"parallel": {"distributed_optimizer": False}},
     "replicated optimizer in bf16": {**BF16, "parallel": {"distributed_optimizer": False}},
+    "sgd in bf16": SGDS["bf16"],
     "reference": {"algorithm": {"kl": {"coefficient": 0.1}}},
     "predictors": {"routing": {"source": "pr2"}},
     "overlapped": PLAIN["overlapped"],
@@ -64,6 +71,9 @@ def trained(request, model, samples, tmp_path_factory):
         runs["gradients", name, False] = (overrides, None, None)
         runs["one update", name, False] = (overrides, None, None, 1)
         runs["gradients", name, True] = (overrides, str(tmp_path_factory.mktemp("checkpoints")), None)
+    for name, overrides in SGDS.items():
+        runs["sgd", name, False] = (overrides, None, None)
+        runs["sgd", name, True] = (overrides, str(tmp_path_factory.mktemp("checkpoints")), None)
     found = run_ranks(request.param, "memory_ranks:train_all", (model, samples, list(runs.values())), timeout=500.0)
     return request.param, dict(zip(runs, found[0], strict=True))
 
@@ -75,7 +85,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
         assert torch.equal(ours[name], tensor), f"{name} differs by {worst}"
 
 
-@pytest.mark.parametrize("group", ["fp32", "bf16", "gradients"])
+@pytest.mark.parametrize("group", ["fp32", "bf16", "gradients", "sgd"])
 def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(trained, group):
     _, results = trained
     for (kind, name, resumed), result in results.items():
@@ -114,7 +124,7 @@ def test_gradients_in_bf16(trained):
             assert (ours["state"][name] - tensor).norm() <= 3 * 2**-8 * tensor.norm(), name
 
 
-def test_torchs_adam_is_fused(trained):
+def test_torchs_optimizers_are_fused(trained):
     """Else it keeps temporaries of the size of all its weights on a GPU."""
     _, results = trained
     assert all(result["fused"] == {True} for result in results.values())

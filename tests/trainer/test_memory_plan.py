@@ -10,7 +10,8 @@ from ranks import run_ranks
 from trainer.layouts import make_config
 from trainer.memory_plan_ranks import TOKENS
 
-from megatron_rl.checks.memory_plan import CPU, head_work, layer_work, parameter_bytes, stage_activations
+from megatron_rl.checks.activations import CPU, head_work, layer_work, stage_activations
+from megatron_rl.checks.memory_plan import parameter_bytes
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape, count, rank_weights, stage_layers
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
@@ -45,6 +46,11 @@ def layouts_of(family: str) -> list[dict]:
         layouts += [
             {"parallel": {"context": 2}, "passes": True},
             {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}},
+            {
+                "optimizer": {"name": "sgd"},
+                "parallel": {"distributed_optimizer": False},
+                "precision": {"train": "bf16"},
+            },
             {"precision": {"train": "bf16", "gradients": "bf16"}},
             {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze": ["*.router.*", "*.experts.*"]}},
             {"algorithm": {"kl": {"coefficient": 0.1}}, "lora": {"rank": 16}, "precision": {"train": "bf16"}},

@@ -6,6 +6,7 @@ That transformed gradients are the same on every layout is in test_parity.py.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,19 @@ from layouts import make_samples
 from ranks import run_ranks, without_ties
 
 from megatron_rl.algorithms import stein
+from megatron_rl.trainer.preview import StepPreview
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 
 VP2O = {"enabled": True, "neighbors": 3, "inactive_neighbors": 2, "repulsion": 1e-3}
 
 EXPERTS = 6
-ONE_RANK = [{"parallel": {"distributed_optimizer": True}}, {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}}]  # fmt: skip  # noqa: E501
+REPLICATED = {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}}
+ONE_RANK = [
+    {"parallel": {"distributed_optimizer": True}},
+    REPLICATED,
+    {**REPLICATED, "optimizer": {"name": "sgd", "lr": 0.5}},
+]
 TWO_RANKS = [
     {"parallel": {"distributed_optimizer": True}, "precision": {"train": "bf16"}},
     {"parallel": {"distributed_optimizer": False}},
@@ -74,6 +81,8 @@ def found(model, biased_model, drawn, samples, stored):
     """What the functions of vp2o_ranks.py give, by name: a process takes longest to start."""
     calls = {
         "preview_all": (model, samples, ONE_RANK),
+        "sgd_by_definition": (model, samples, 0.9),
+        "sgd_without_momentum": (model, samples, 0.0),
         "refused_and_halved": (model, samples, VP2O),
         "past_a_right_angle": (model, samples, VP2O | {"power_iterations": 32}),
         "always_refused": (model, samples, VP2O),
@@ -108,6 +117,36 @@ def test_a_step_is_previewed_to_the_bit(found, on_two_ranks):
     """With each of Megatron's optimizers, and their state over one and two processes."""
     assert found["preview_all"] == [0.0] * len(ONE_RANK)
     assert on_two_ranks["preview_all"] == [0.0] * len(TWO_RANKS)
+
+
+class Marked(torch.optim.SGD):
+    """Goes by a mark on a weight, as Megatron's Muon goes by those of how a weight is cut."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(weight.grad, alpha=-group["lr"] * weight.factor)
+
+
+def test_a_preview_goes_by_the_marks_of_a_weight():
+    weight = torch.nn.Parameter(torch.randn(3))
+    weight.factor, weight.grad = 2.0, torch.randn(3)
+    parts = [SimpleNamespace(optimizer=Marked([weight], lr=0.5))]
+    chained = SimpleNamespace(chained_optimizers=parts, config=SimpleNamespace(clip_grad=0.0))
+    before = weight.detach().clone()
+    (after,) = StepPreview(chained, 1.0).after([weight], 0.5)
+    assert torch.equal(weight, before)
+    parts[0].optimizer.param_groups[0]["lr"] *= 0.5
+    parts[0].optimizer.step()
+    assert torch.equal(after, weight) and not torch.equal(weight, before)
+
+
+def test_sgd_steps_as_it_is_defined(found):
+    """Three updates of each parameter in fp64, from the gradients before they are clipped; previewed and taken."""
+    for name in ("sgd_by_definition", "sgd_without_momentum"):
+        previewed, taken, moved = found[name]
+        assert 0 < previewed < 1 and 0 < taken < 1, name
+        assert moved > 100, "else this test would show nothing"
 
 
 def test_all_processes_refuse_a_step(on_two_ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ranks import end_layout
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
+from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed import parallel
@@ -102,6 +104,56 @@ def _preview(model: str, samples: list[Sequence], overrides: dict) -> float:
         update(trainer, batches)
     end_layout()
     return max(trainer.ranks.gather(worst))
+
+
+def sgd_by_definition(model: str, samples: list[Sequence], momentum: float) -> tuple[float, float, float]:
+    """Largest error over three updates of what SGD previews, and of what it makes, and by how much the parameters move.
+
+    All as multiples of what rounding may do: in fp32 a weight is rounded once a step, its sum of gradients with the decay, the
+    clip and the momentum eight times, and the gradients' norm, which adds up some 10^5 squares in a tree, to 2^-18.
+    """
+    lr, decay, clip = 0.5, 0.1, 0.5
+    sgd = {"name": "sgd", "lr": lr, "momentum": momentum, "weight_decay": decay, "clip_grad": clip}
+    trainer = make_trainer(make_config(model, {"optimizer": sgd, "parallel": {"distributed_optimizer": False}}))
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    weights = [p.detach().double() for p in parameters]
+    sums = [torch.zeros_like(w) for w in weights]
+    sizes = [torch.zeros_like(w) for w in weights]  # as sums, of absolute values: terms may cancel each other
+    errors, step = {"previewed": 0.0, "taken": 0.0, "moved": 0.0}, trainer._step
+
+    def compare(found: list[torch.Tensor], what: str) -> None:
+        for p, w, size in zip(found, weights, sizes, strict=True):
+            allowed = 2**-24 * w.abs() + lr * (8 * 2**-24 + 2**-18) * size + 1e-12
+            errors[what] = max(errors[what], float(((p.double() - w).abs() / allowed).max()))
+
+    def compared():
+        trainer.optimizer.prepare_grads()
+        gradients = [p.main_grad.double().view_as(p) for p in parameters]
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
+        before = [p.detach().clone() for p in parameters]
+        for w, s, size, g, p in zip(weights, sums, sizes, gradients, before, strict=True):
+            w.copy_(p)  # so that roundings of earlier steps do not add up
+            clipped, decayed = g * min(1.0, clip / norm), (decay if w.ndim > 1 else 0.0) * w
+            s.mul_(momentum).add_(clipped + decayed)
+            size.mul_(momentum).add_(clipped.abs() + decayed.abs())
+            w.sub_(lr * s)
+        compare(before, "moved")
+        preview = StepPreview(trainer.optimizer, trainer.optimizer.get_grad_norm())
+        compare(preview.after(parameters, 1.0), "previewed")
+        result = step()
+        compare(parameters, "taken")
+        return result
+
+    trainer._step = compared
+    for _ in range(3):
+        batches = trainer.pack(mine(trainer, samples))
+        score(trainer, batches)
+        update(trainer, batches)
+    end_layout()
+    return errors["previewed"], errors["taken"], errors["moved"]
+
+
+sgd_without_momentum = sgd_by_definition
 
 
 def refused_and_halved(model: str, samples: list[Sequence], vp2o: dict) -> dict:
@@ -290,7 +342,7 @@ def _kept_of(trainer: Trainer, parameters: list[torch.nn.Parameter]) -> list[tor
                 main = part.optimizer.param_groups[group]["params"][order]
             if main in part.optimizer.state:
                 state = part.optimizer.state[main]
-                found += [state["exp_avg"].clone(), state["exp_avg_sq"].clone(), main.detach().clone()]
+                found += [*(t.clone() for t in state.values() if torch.is_tensor(t) and t.ndim), main.detach().clone()]
     return found
 
 
@@ -316,8 +368,9 @@ def of_a_range(model: str, samples: list[Sequence], layouts: list[dict]) -> list
         moved = parameter.detach().view(-1) != before
         size = place.stop - place.start
         ok = not moved[place].any() and moved[: place.start].any() and moved[place.stop :].any()
-        # Each process has its part of two moments (and beside bf16 weights of the fp32 ones), or all of them.
-        tensors = 2 + (trainer.config.precision.train == "bf16")
+        # Each process has its part of the moments (and beside bf16 weights of the fp32 ones), or all of them.
+        opt = trainer.config.optimizer
+        tensors = len(OPTIMIZERS[opt.name].states(opt)) + (trainer.config.precision.train == "bf16")
         own = trainer.config.parallel.distributed_optimizer
         total = sum(trainer.ranks.gather(moments)) / (1 if own else trainer.ranks.data_size)
         found.append(all(trainer.ranks.gather(bool(ok))) and total == tensors * size)

@@ -1,0 +1,151 @@
+"""Bytes that the passes of a micro-batch hold on one GPU: activations, and temporaries of a layer and of the head.
+
+Counted from what the code keeps (`tests/trainer/test_memory_plan.py` measures it). Assumed: IMBALANCE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_rl.config import Config
+from megatron_rl.config.plan import expert_tensor_size
+from megatron_rl.models.precision import TRAIN
+from megatron_rl.models.shape import Shape, stage_layers
+
+IMBALANCE = 1.5
+"""Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Differences between kernels in what they keep for the backward."""
+
+    norm: int = 1
+    """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
+    fused_swiglu: bool = True
+    """True if the activation of dense MLPs and shared experts keeps its input alone."""
+    clamped_experts: int = 5
+    """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
+    and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
+    transformer_engine: bool = True
+    head_adds: bool = True
+    """The head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
+
+
+GPU = Kernels()
+CPU = Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=False, head_adds=False)
+
+
+def stage_activations(
+    config: Config, shape: Shape, stage: int, tokens: int, micro_batches: int = 1, kernels: Kernels = GPU
+) -> int:
+    """Bytes that the forward passes in flight keep for their backwards, without the head.
+
+    tokens: those of a micro-batch on one rank.
+    """
+    parallel, layers = config.parallel, stage_layers(shape, config.parallel, stage)
+    width = TRAIN[config.precision.train].dtype.itemsize
+    if config.model.recompute == "full":
+        stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
+    else:
+        stored = sum(layer_activations(config, shape, layer, tokens, kernels) for layer in layers)
+    # Chunks whose forward is done and backward is not, in Megatron's schedules.
+    behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
+    warm_up = 2 * behind + (virtual - 1) * parallel.pipeline if virtual > 1 else behind
+    in_flight = min(micro_batches * virtual, warm_up + 1)
+    final = kernels.norm * width * shape.hidden * tokens // parallel.tensor if not behind else 0
+    return stored * in_flight // virtual + final
+
+
+def layer_activations(
+    config: Config, shape: Shape, layer: int, tokens: int, kernels: Kernels = GPU, *, imbalance: float = 1.0
+) -> int:
+    """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation."""
+    parallel = config.parallel
+    width = TRAIN[config.precision.train].dtype.itemsize
+    stored = _attention_activations(config, shape, tokens, width, kernels)
+    own = tokens // parallel.tensor  # by sequence parallelism
+    stored += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
+    plain = 3 if kernels.fused_swiglu else 5
+    if layer not in shape.moe_layers:
+        return int(stored + width * plain * tokens * shape.intermediate // parallel.tensor)
+    stored += width * plain * tokens * shape.shared_intermediate // parallel.tensor
+    stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
+    routed = imbalance * own * shape.topk * expert_tensor_size(parallel)
+    inner = shape.expert_intermediate / expert_tensor_size(parallel)
+    of_token = shape.hidden + (kernels.clamped_experts if shape.bias else 3) * inner
+    return int(stored + routed * (width * of_token + 12))
+
+
+def _attention_activations(config: Config, shape: Shape, tokens: int, width: int, kernels: Kernels) -> int:
+    parallel = config.parallel
+    own = tokens // parallel.tensor
+    heads, kv_heads = shape.heads / parallel.tensor, shape.kv_heads / parallel.tensor
+    dim = shape.head_dim
+    mixed = (heads + 2 * kv_heads) * dim
+    numbers = own * shape.hidden * (kernels.norm + 1)  # the norm in front, its output
+    each = 4 * shape.rotary_dim  # cos and sin, for queries and keys
+    if shape.kv_lora:
+        numbers += own * ((kernels.norm + 1) * (shape.kv_lora + shape.q_lora) + shape.rotary_dim)
+    elif shape.qk_norm == "head":
+        each += mixed + heads * dim + (kernels.norm - 1) * (heads + kv_heads) * dim
+    elif shape.qk_norm == "heads":
+        each += kernels.norm * (heads + kv_heads) * dim
+    out = heads * dim if shape.kv_lora else heads * shape.value_dim  # MLA's values are padded to the width of its keys
+    if shape.kv_lora and shape.value_dim != dim:
+        each += heads * shape.value_dim  # and cut again
+    if config.model.recompute == "selective":
+        views = heads * (dim - shape.rotary_dim + shape.value_dim) if shape.kv_lora else mixed
+        each += heads * dim + kv_heads * dim + (0 if shape.qk_norm == "head" else views)
+        each += 0 if shape.kv_lora else out
+        return int(width * (numbers + tokens * each))
+    context = parallel.context
+    seen = context + 0.5 if context > 1 and parallel.cp_comm_type == "all_gather" else 1
+    each += heads * dim + kv_heads * dim * seen + (out if shape.kv_lora else kv_heads * shape.value_dim * seen) + out
+    return int(width * (numbers + tokens * each) + 4 * heads * tokens)
+
+
+def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
+    """Temporaries of one layer's backward: what is recomputed, gradients, and copies of tokens to experts and back."""
+    parallel = config.parallel
+    width = TRAIN[config.precision.train].dtype.itemsize
+    own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
+    imbalance = IMBALANCE if parallel.expert > 1 else 1.0
+    full = config.model.recompute == "full"
+    whole = replace(config, model=replace(config.model, recompute="none"))
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // parallel.tensor
+    work, dispatch = 0, 0
+    for layer in {(i in shape.moe_layers): i for i in layers}.values():
+        recomputed = layer_activations(whole, shape, layer, tokens, kernels, imbalance=imbalance) if full else 0
+        gradients = 2 * own * shape.hidden
+        copies = 0
+        if layer in shape.moe_layers:
+            routed = imbalance * own * shape.topk * etp
+            experts = shape.experts // parallel.expert
+            gradients += routed * 3 * shape.expert_intermediate / etp
+            gradients += 2 * experts * shape.expert_intermediate * shape.hidden / etp  # of fc1, until they are added up
+            copies = (2 + (parallel.expert > 1)) * routed * shape.hidden
+        else:
+            gradients += 3 * tokens * shape.intermediate / parallel.tensor
+        gradients = max(gradients, tokens * attention)
+        if recomputed + width * (gradients + copies) > work + dispatch:
+            work, dispatch = int(recomputed + width * gradients), int(width * copies)
+    return {"layer": work, "dispatch": dispatch}
+
+
+def head_work(config: Config, shape: Shape, tokens: int, kernels: Kernels) -> dict[str, int]:
+    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states."""
+    width = TRAIN[config.precision.train].dtype.itemsize
+    rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
+    chunk = min(config.model.head_chunk_tokens, tokens)
+    fp32_logits = config.precision.fp32_lm_head or config.precision.identical
+    logits = (4 if fp32_logits else width) * chunk * rows
+    table = rows * shape.hidden
+    product = width * table if width < 4 else 0  # of one chunk, before it is added
+    summed = (4 if tokens > chunk else width) * table
+    # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
+    rounded = width * chunk * rows if fp32_logits and width < 4 else 0  # gradients of fp32 logits
+    in_one = kernels.head_adds and width < 4
+    peak = summed + (max(logits + rounded, product) if in_one else max(logits + rounded + product, summed + product))
+    hidden = 2 * width * tokens * shape.hidden
+    return {"logits": logits, "head": peak - logits + hidden}

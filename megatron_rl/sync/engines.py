@@ -10,13 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import urllib3
 
 from megatron_rl.config.credentials import WRONG_KEY, bearer
-from megatron_rl.errors import UserError
+from megatron_rl.sync.transport import WeightSyncError
 
 _SHORT_S = 10.0
-
-
-class WeightSyncError(UserError):
-    """A push did not happen, or the engine does not hold what was pushed."""
 
 
 class Engines:

@@ -24,9 +24,8 @@ from safetensors.torch import load_file
 from megatron_rl.config import ServerConfig, SyncConfig
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
+from megatron_rl.sync.transports import TRANSPORTS
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
-
-TRANSPORTS = ["distributed", "tensor", "disk"]
 
 
 def seconds(work: Callable[[], object], repeat: int) -> dict[str, float]:
@@ -70,7 +69,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--address", help="a running server; by default one is started")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--bucket-mb", type=float, default=SyncConfig().bucket_mb)
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--json", action="store_true")

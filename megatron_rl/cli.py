@@ -456,8 +456,9 @@ def _run_config(command: Command, args: argparse.Namespace, rest: list[str], arg
     config = found
     if args.command in ("train", *OFFLINE):
         from megatron_rl.sync.allocator import allocator_settings
+        from megatron_rl.sync.transports import transport_class
 
-        os.environ.update(allocator_settings(config, os.environ))
+        os.environ.update(allocator_settings(transport_class(config.sync.transport), os.environ))
     from megatron_rl.servers.orphans import compiled
 
     if own := compiled():

@@ -41,6 +41,7 @@ from megatron_rl.models.shape import (
     whole_model,
 )
 from megatron_rl.routing.table import cache_cost, route_dtype
+from megatron_rl.sync.transports import transport_class
 from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
@@ -361,7 +362,7 @@ def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str
 
 def _push_buffers(config: Config, shape: Shape) -> int:
     """Bytes of rank 0's two buffers for a push: each a bucket, or the largest tensor where that is larger."""
-    if config.sync.transport == "disk":
+    if not transport_class(config.sync.transport).buffers_on_gpu:
         return 0
     width = ROLLOUT_DTYPES[config.precision.rollout].itemsize
     return 2 * max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)

@@ -35,6 +35,7 @@ from megatron_rl.ops import extensions, flash
 from megatron_rl.servers.flags import asks_routes, check_extra_args, server_flags
 from megatron_rl.servers.local import place_here
 from megatron_rl.sync.allocator import shares_expandable_memory
+from megatron_rl.sync.transports import instead, transport_class
 from megatron_rl.trainer.compute_advantages import estimator
 from megatron_rl.trainer.objective import policy_loss
 
@@ -83,10 +84,11 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
         check_memory_savers(config, machine)
         if torch.cuda.is_available():
             check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
-    if kind == "train" and machine.gpu and shares_expandable_memory(config, os.environ):
+    if kind == "train" and machine.gpu and shares_expandable_memory(transport_class(config.sync.transport), os.environ):
         raise UserError(
-            "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
-            " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
+            f"config: sync.transport = {config.sync.transport} shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks"
+            " for expandable_segments, which torch shares with no other process; take it out, or set sync.transport:"
+            f" {instead(colocate=config.rollout.colocate, shares_memory=False)}"
         )
     return hf_config
 
@@ -177,12 +179,12 @@ def _check_places(config: Config, kind: Kind) -> None:
     places = place_here(config, trains=kind == "train")
     if kind == "sample":
         return
-    if config.sync.transport == "tensor":  # the bucket lies on the first process's GPU
+    if transport_class(config.sync.transport).needs_peer_access:  # the bucket lies on the first process's GPU
         far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]
         if far:
             raise UserError(
-                f"config: sync.transport = tensor: GPU {far[0]} has no peer access to GPU 0, where the weights are sent from;"
-                f" set sync.transport: {'disk' if rollout.colocate else 'distributed'}"
+                f"config: sync.transport = {config.sync.transport}: GPU {far[0]} has no peer access to GPU 0, where the weights"
+                f" are sent from; set sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}"
             )
 
 

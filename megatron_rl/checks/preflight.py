@@ -27,6 +27,7 @@ from megatron_rl.config.registry import check_name
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.dynamic_sampling import prompts_to_ask
 from megatron_rl.servers.flags import asks_routes, check_extra_args, speculates
+from megatron_rl.sync.transports import TRANSPORTS, instead, transport_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -89,6 +90,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
         check_name("rollout program", config.rollout.program, dict.fromkeys(PROGRAMS), "rollout.program")
     if not from_data and not config.rollout.external:
         _check_flags(config)
+    check_name("weight transport", config.sync.transport, TRANSPORTS, "sync.transport")
     _check_servers(config, kind, world_size)
     check_preference_keys(config, kind)
     if kind not in READ_ONLY:
@@ -245,12 +247,10 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
         _check_waits(config, world_size)
     if kind in OFFLINE or rollout.load or rollout.external:
         return
-    if kind == "sample" or config.sync.transport == "disk":
-        return
-    if rollout.colocate and config.sync.transport == "distributed":
+    if kind != "sample" and rollout.colocate and (why := transport_class(config.sync.transport).not_on_one_gpu):
         raise UserError(
-            "config: rollout.colocate with sync.transport = distributed: NCCL takes no two processes of a group on one GPU; set"
-            " sync.transport: tensor"
+            f"config: rollout.colocate with sync.transport = {config.sync.transport}: {why}; set sync.transport:"
+            f" {instead(colocate=True)}"
         )
 
 

@@ -229,8 +229,9 @@ class RefreshConfig:
 class SyncConfig:
     """How weights reach the engine."""
 
-    transport: Literal["distributed", "tensor", "disk"] = "distributed"
-    """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
+    transport: str = "distributed"
+    """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder; or one of your
+    own, `module:name` or `path/to/file.py:name`: a subclass of `Transport` (megatron_rl/sync/transport.py)."""
     bucket_mb: PositiveFloat = 256.0
     adapters: Annotated[Literal["merged", "unmerged"], only_with("lora.rank", example=16)] = "merged"
     """With lora.rank: merged: all weights go out, the adapters in them; unmerged: the adapters alone, which servers started

@@ -20,9 +20,10 @@ from typing import NoReturn
 import aiohttp
 
 from megatron_rl.config import JudgeConfig
-from megatron_rl.config.credentials import HIDDEN, WRONG_KEY, bearer, hide, key_of
+from megatron_rl.config.credentials import HIDDEN, WRONG_KEY, hide, key_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.tasks import Prompt
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
@@ -214,8 +215,8 @@ class Judge:
             self._asked(prompt)
 
         async def one() -> None:
-            async with self._session() as session:
-                await self._retried(lambda: self._reply(session, "Say OK.", max_tokens=1))
+            async with self._session() as server:
+                await self._retried(lambda: self._reply(server, "Say OK.", max_tokens=1))
 
         try:
             asyncio.run(one())
@@ -276,10 +277,10 @@ class Judge:
         clock = asyncio.get_running_loop().time
         said, room = clock(), asyncio.Semaphore(self.config.concurrency)
 
-        async def one(session: aiohttp.ClientSession, key: str, fields: dict[str, str]) -> None:
+        async def one(server: aiohttp.ClientSession, key: str, fields: dict[str, str]) -> None:
             nonlocal failed, problem, said
             try:
-                votes = [await self._vote(session, room, fields) for _ in range(self.config.votes)]
+                votes = [await self._vote(server, room, fields) for _ in range(self.config.votes)]
                 found[key] = fmean(votes)
             except NoVerdict as error:
                 failed, problem = failed + counts[key], str(error)
@@ -293,21 +294,21 @@ class Judge:
                 log.warning(f"rewards.judges.{self.name}: {len(found)} of {len(asked)} responses are judged")
 
         try:
-            async with self._session() as session, asyncio.TaskGroup() as group:
+            async with self._session() as server, asyncio.TaskGroup() as group:
                 for key, fields in asked.items():
-                    group.create_task(one(session, key, fields))
+                    group.create_task(one(server, key, fields))
         except ExceptionGroup as several:  # the others are ended: the run stops
             raise several.exceptions[0] from None
         if failed:
             log.warning(f"rewards.judges.{self.name}: {failed} of {total} responses are masked: {problem}")
 
-    async def _vote(self, session: aiohttp.ClientSession, room: asyncio.Semaphore, fields: dict[str, str]) -> float:
+    async def _vote(self, server: aiohttp.ClientSession, room: asyncio.Semaphore, fields: dict[str, str]) -> float:
         """One verdict. Errors: NoVerdict."""
 
         async def once() -> float:
             nonce = secrets.token_hex(8)
             async with room:
-                reply = await self._reply(session, question(self.config, nonce, fields), whole=True)
+                reply = await self._reply(server, question(self.config, nonce, fields), whole=True)
             try:
                 return verdict(self.config, nonce, reply)
             except ValueError as error:
@@ -327,7 +328,7 @@ class Judge:
         return await once()
 
     async def _reply(
-        self, session: aiohttp.ClientSession, text: str, *, max_tokens: int | None = None, whole: bool = False
+        self, server: aiohttp.ClientSession, text: str, *, max_tokens: int | None = None, whole: bool = False
     ) -> str:
         """The server's reply to a message. whole: one that a limit has cut is none. Errors: NoVerdict."""
         body = {
@@ -338,23 +339,19 @@ class Judge:
             **self.config.options,
         }
         body = {name: value for name, value in body.items() if value is not None}
-        url, raw = f"{self.config.address.rstrip('/')}/chat/completions", bytearray()
+        url = f"{self.config.address.rstrip('/')}/chat/completions"
         try:
-            async with session.post(url, json=body, allow_redirects=False) as answer:
-                async for chunk in answer.content.iter_chunked(65536):
-                    raw += chunk
-                    if len(raw) > MOST_BYTES:
-                        raise NoVerdict(f"{url} answers more than {MOST_BYTES} bytes")
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise NoVerdict(f"{url}: {' '.join(f'{type(error).__name__} {error}'.split()):.200}") from None
-        said = repr(raw[:200].decode(errors="replace").replace(self._key_of_server() or "\0", HIDDEN))
-        if answer.status in (401, 403):
+            answer = await ask(server, "POST", url, body, most_bytes=MOST_BYTES, redirects=False)
+        except NoAnswer as error:
+            raise NoVerdict(f"{url}: {error!s:.200}") from None
+        said = repr(answer.body[:200].decode(errors="replace").replace(self._key_of_server() or "\0", HIDDEN))
+        if answer.refuses_key:
             raise NoVerdict(f"{url}: {WRONG_KEY.format(setting='the api_key beside its address')}", again=False)
         if answer.status != 200:
             again = answer.status in (408, 409, 425, 429) or answer.status >= 500
             raise NoVerdict(f"{url} answers {answer.status}: {said}", again=again)
         try:
-            choice = json.loads(raw)["choices"][0]
+            choice = answer.json()["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise NoVerdict(f"{url} answers no chat completion: {said}") from None
@@ -365,9 +362,7 @@ class Judge:
         return str(content)
 
     def _session(self) -> aiohttp.ClientSession:
-        headers = bearer(self._key_of_server())
-        timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
-        return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return session(timeout_s=self.config.timeout_s, key=self._key_of_server())
 
     def _key_of_server(self) -> str:
         return key_of(self.config.api_key, f"rewards.judges.{self.name}.api_key")

@@ -16,11 +16,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_rl.config.credentials import WRONG_KEY, bearer
+from megatron_rl.config.credentials import WRONG_KEY
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.data.sequence import RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.servers.request_slots import RequestSlots
 from megatron_rl.sync.engines import as_own, owner_of
 
@@ -319,7 +320,7 @@ class SGLangClient:
         self.step = 0
         self.aborted = False
         """True once `abort` was called."""
-        self._run, self._headers = run, bearer(key)
+        self._run, self._key = run, key
         self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}
         """Fields of every request."""
@@ -340,10 +341,7 @@ class SGLangClient:
         return another
 
     async def __aenter__(self) -> SGLangClient:
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
-        self._session = aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
-        )
+        self._session = session(timeout_s=self.timeout_s, connect_s=min(10.0, self.timeout_s), key=self._key)
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         self._down: dict[str, str] = {}
@@ -412,7 +410,7 @@ class SGLangClient:
             try:
                 parts = json.loads(answer)
             except (ValueError, RecursionError) as error:
-                raise aiohttp.ClientPayloadError(f"an answer that is not JSON ({error})") from None
+                raise NoAnswer(f"an answer that is not JSON ({error})") from None
             if not isinstance(parts, list) or len(parts) != len(prompts):
                 raise UserError(f"SGLang answered {len(prompts)} requests with something else")
             if self.aborted:
@@ -467,12 +465,9 @@ class SGLangClient:
             self._flying[address].add(task)
             try:
                 return await task
-            except TimeoutError:
-                problem = f"{address} did not answer within {self.timeout_s:g} s"
-            except (aiohttp.ClientError, OSError) as error:
-                problem = (
-                    f"{address}: {' '.join(str(error).split()) or type(error).__name__}"  # aiohttp has several lines
-                )
+            except NoAnswer as error:
+                late = f"{address} did not answer within {self.timeout_s:g} s"
+                problem = late if error.late else f"{address}: {error}"
             except asyncio.CancelledError:
                 current = asyncio.current_task()
                 if address not in self._down or (current is not None and current.cancelling()):
@@ -502,7 +497,7 @@ class SGLangClient:
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
         """Name versions as the run does.
 
-        Errors: ClientError for weights that this run has not pushed, UserError for those of another run.
+        Errors: NoAnswer for weights that this run has not pushed, UserError for those of another run.
         """
         for reply in replies:
             reply.weight_spans = [replace(s, version=as_own(s.version, self._run)) for s in reply.weight_spans]
@@ -513,7 +508,7 @@ class SGLangClient:
                     f"SGLang at {address} answers with weights {version!r:.80} of another run: give each run servers of its own"
                 )
             self._down[address] = f"{address} has weights of version {min(strange)!r:.80}: it was started anew"
-            raise aiohttp.ClientError(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
+            raise NoAnswer(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
 
     async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
         """End the calls to a server that gives no sign of life."""
@@ -521,12 +516,12 @@ class SGLangClient:
         while True:
             await asyncio.sleep(interval_s)
             try:
-                async with self._session.get(f"{address}/ready", timeout=timeout) as reply:
-                    if reply.status in (200, 503):  # 503: it is paused, as in a push, or not yet warm
-                        if self._down.get(address, "").endswith(NO_SIGN):
-                            del self._down[address]
-                        continue
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                answer = await ask(self._session, "GET", f"{address}/ready", timeout=timeout)
+                if answer.status in (200, 503):  # 503: it is paused, as in a push, or not yet warm
+                    if self._down.get(address, "").endswith(NO_SIGN):
+                        del self._down[address]
+                    continue
+            except NoAnswer:
                 pass
             self._down.setdefault(address, f"{address} {NO_SIGN}")
             for task in self._flying[address]:
@@ -555,13 +550,12 @@ class SGLangClient:
             raise
 
     async def _post(self, url: str, body: dict[str, Any]) -> bytes:
-        """Errors: UserError for a 4xx (the request is wrong, and will be), aiohttp's and TimeoutError for the rest."""
-        async with self._session.post(url, json=body) as reply:
-            if reply.status < 400:
-                return await reply.read()
-            if reply.status in (401, 403):
-                raise UserError(f"SGLang at {url}: {WRONG_KEY.format(setting='rollout.api_key')}")
-            said = " ".join((await reply.text("utf-8", "replace")).split())[:300]
-            if reply.status < 500 and reply.status not in PASSING:
-                raise UserError(f"SGLang refused a request ({reply.status}): {said}")
-            raise aiohttp.ClientError(f"answered {reply.status}: {said}")
+        """Errors: UserError for a 4xx (the request is wrong, and will be), NoAnswer for the rest."""
+        answer = await ask(self._session, "POST", url, body)
+        if answer.status < 400:
+            return answer.body
+        if answer.refuses_key:
+            raise UserError(f"SGLang at {url}: {WRONG_KEY.format(setting='rollout.api_key')}")
+        if answer.status < 500 and answer.status not in PASSING:
+            raise UserError(f"SGLang refused a request ({answer.status}): {answer.text()}")
+        raise NoAnswer(str(answer))

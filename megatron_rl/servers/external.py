@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
-from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.config.credentials import WRONG_KEY, bearer, hide
+from megatron_rl.config.credentials import WRONG_KEY, hide
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.models.families import architecture
 from megatron_rl.models.parallel_check import one_line
 from megatron_rl.models.precision import ROLLOUT_DTYPES
@@ -41,21 +39,13 @@ def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[s
     Errors: UserError for a router with prefill and decode servers apart: a push is of whole servers.
     """
     try:
-        asked = urllib.request.Request(f"{with_scheme(router)}/workers", headers=bearer(key))
-        with urllib.request.urlopen(asked, timeout=timeout_s) as reply:
-            workers = json.load(reply)["workers"]
-            found = [with_scheme(worker["url"]) for worker in workers]
-            kinds = {worker.get("worker_type", "regular") for worker in workers} - {"regular"}
-    except (
-        urllib.error.URLError,
-        HTTPException,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
+        answer = ask_now("GET", f"{with_scheme(router)}/workers", timeout_s=timeout_s, key=key)
+        if answer.status >= 400:
+            return None
+        workers = answer.json()["workers"]
+        found = [with_scheme(worker["url"]) for worker in workers]
+        kinds = {worker.get("worker_type", "regular") for worker in workers} - {"regular"}
+    except (NoAnswer, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     if kinds:
         raise UserError(
@@ -233,20 +223,18 @@ def _problems(
 
 
 def _get(address: str, path: str, key: str = "") -> dict[str, Any]:
+    named = f"rollout.addresses: {hide(with_scheme(address))}"
     try:
-        asked = urllib.request.Request(f"{with_scheme(address)}/{path}", headers=bearer(key))
-        with urllib.request.urlopen(asked, timeout=ANSWER_S) as reply:
-            found = json.load(reply)
+        answer = ask_now("GET", f"{with_scheme(address)}/{path}", timeout_s=ANSWER_S, key=key)
+        if answer.refuses_key:
+            raise WrongKey(f"{named}: {WRONG_KEY.format(setting='rollout.api_key')}")
+        if answer.status >= 400:
+            raise ValueError(f"it {answer}")
+        found = answer.json()
         if not isinstance(found, dict):
             raise ValueError(f"it answers a {type(found).__name__}")
         return found
-    except (urllib.error.URLError, HTTPException, OSError, ValueError, RecursionError) as error:
-        named = f"rollout.addresses: {hide(with_scheme(address))}"
-        if getattr(error, "code", None) in (401, 403):
-            raise WrongKey(f"{named}: {WRONG_KEY.format(setting='rollout.api_key')}") from None
-        reason = (
-            "no address" if isinstance(error, InvalidURL) else getattr(error, "reason", None) or error
-        )  # it quotes it
+    except (NoAnswer, ValueError, RecursionError) as error:
         raise UserError(
-            f"{named}/{path} does not answer as SGLang 0.5.23 ({hide(one_line(str(reason)))}); is the server up?"
+            f"{named}/{path} does not answer as SGLang 0.5.23 ({hide(one_line(str(error)))}); is the server up?"
         ) from None

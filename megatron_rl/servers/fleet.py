@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -16,6 +13,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.config.credentials import MOST_BYTES, WRONG_KEY, key_of, key_of_folder
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.servers.client import with_scheme
 from megatron_rl.servers.external import (
     WrongKey,
@@ -232,11 +230,9 @@ class Fleet:
         if address not in self.addresses:  # of a lost host, say, for which no push should wait long
             timeout_s = min(NEW_S, timeout_s)
         try:
-            with urllib.request.urlopen(f"{address}/ready", timeout=timeout_s) as reply:
-                return reply.status == 200
-        except urllib.error.HTTPError as error:
-            # SGLang says so where a push that failed, or whose trainer was killed, left it paused: only the next push lets it
-            # go on. It says the same where the model is loaded and not yet warm, which takes a push too.
-            return self.pushes and error.code == 503
-        except (urllib.error.URLError, HTTPException, OSError, ValueError):
+            status = ask_now("GET", f"{address}/ready", timeout_s=timeout_s).status
+        except NoAnswer:
             return False
+        # SGLang says 503 where a push that failed, or whose trainer was killed, left it paused: only the next push lets it
+        # go on. It says the same where the model is loaded and not yet warm, which takes a push too.
+        return status == 200 or (self.pushes and status == 503)

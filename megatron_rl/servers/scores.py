@@ -9,9 +9,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_rl.config.credentials import WRONG_KEY, bearer, hide
+from megatron_rl.config.credentials import WRONG_KEY, hide
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.servers.client import impossible, numbers
 
 ATTEMPTS, AT_A_TIME = 3, 64
@@ -35,12 +36,11 @@ def ask_all[T](
 
     async def everything() -> list[T]:
         room = asyncio.Semaphore(AT_A_TIME)
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
+        async with session(timeout_s=timeout_s, key=key) as server:
 
             async def one(body: dict[str, Any]) -> T:
                 async with room:
-                    return await _ask(session, f"{address.rstrip('/')}/{path}", body, read, what)
+                    return await _ask(server, f"{address.rstrip('/')}/{path}", body, read, what)
 
             return list(await asyncio.gather(*map(one, bodies)))
 
@@ -48,23 +48,23 @@ def ask_all[T](
 
 
 async def _ask[T](
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], read: Callable[[Any], T], what: str
+    server: aiohttp.ClientSession, url: str, body: dict[str, Any], read: Callable[[Any], T], what: str
 ) -> T:
     problem = ""
     for attempt in range(ATTEMPTS):
         await asyncio.sleep(0.5 * attempt)
         try:
-            async with session.post(url, json=body) as answer:
-                problem = f"it answers {answer.status}, and no JSON"
-                if answer.status in (401, 403):
-                    problem = WRONG_KEY.format(setting="the api_key beside its address")
-                    break
-                found: Any = await answer.json(content_type=None)
+            answer = await ask(server, "POST", url, body)
+            problem = f"it answers {answer.status}, and no JSON"
+            if answer.refuses_key:
+                problem = WRONG_KEY.format(setting="the api_key beside its address")
+                break
+            found = answer.json()
             problem = f"it answers {answer.status}: {found!r:.200}"
             if answer.status == 200:
                 return read(found)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            problem = " ".join(f"{type(error).__name__} {error}".split())
+        except NoAnswer as error:
+            problem = str(error)
         except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # problem says what it answered
             continue
     raise UserError(what.format(url=hide(url), problem=hide(problem)))

@@ -12,12 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +23,7 @@ from megatron_rl.config import Config, ServerConfig
 from megatron_rl.config.credentials import bearer
 from megatron_rl.distributed.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.errors import UserError
+from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
 from megatron_rl.platform import sglang as cpu_platform
@@ -399,9 +397,8 @@ class RolloutServer:
     def ready(self) -> bool:
         """True if it answers."""
         try:
-            with urllib.request.urlopen(f"{self.address}/ready", timeout=5) as reply:
-                return reply.status == 200
-        except (urllib.error.URLError, OSError):
+            return ask_now("GET", f"{self.address}/ready", timeout_s=5.0).status == 200
+        except NoAnswer:
             return False
 
     def alive(self) -> bool:
@@ -423,12 +420,11 @@ class RolloutServer:
             return False
         for path in ("/ready", "/health"):  # the latter computes a token
             try:
-                with urllib.request.urlopen(self.address + path, timeout=HANG_S):
-                    pass
-            except urllib.error.HTTPError:
-                return path == "/health"  # one that is not ready is paused, as in a push
-            except (HTTPException, OSError):
+                answer = ask_now("GET", self.address + path, timeout_s=HANG_S)
+            except NoAnswer:
                 return True
+            if answer.status >= 400:
+                return path == "/health"  # one that is not ready is paused, as in a push
         return False
 
     def sleep(self, *tags: str) -> None:
@@ -464,15 +460,14 @@ class RolloutServer:
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
         """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
         for path, body in calls:
-            request = urllib.request.Request(
-                self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"} | self.headers
-            )
             try:
-                with urllib.request.urlopen(request, timeout=self.config.start_timeout_s):
-                    pass
-            except OSError as error:  # urllib's own errors are among them
+                answer = ask_now("POST", self.address + path, body, timeout_s=self.config.start_timeout_s, key=self.key)
+                problem = str(answer) if answer.status >= 400 else ""
+            except NoAnswer as error:
+                problem = str(error)
+            if problem:
                 if must_live or not self.dead(DEATH_S):
-                    raise UserError(f"SGLang at {self.address}{path}: {error} [log: {self.log_path}]") from None
+                    raise UserError(f"SGLang at {self.address}{path}: {problem} [log: {self.log_path}]")
                 return
 
     def stop(self) -> None:

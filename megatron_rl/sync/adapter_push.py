@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_rl.config import LoRAConfig, SyncConfig
 from megatron_rl.errors import together
 from megatron_rl.models.peft_folder import write_folder
-from megatron_rl.sync.engines import Engines, WeightSyncError
+from megatron_rl.sync.engines import Engines
+from megatron_rl.sync.transport import WeightSyncError
 from megatron_rl.sync.weight_sync import SyncStats, refuse_others
 
 SERVED = "policy"

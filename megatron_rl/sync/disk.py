@@ -5,32 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import override
+from typing import TYPE_CHECKING, override
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from megatron_rl.sync.transport import Bucket, Transport, WeightSyncError
 
-from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.transport import Bucket, Transport
+if TYPE_CHECKING:
+    from megatron_rl.sync.engines import Engines
 
 
 class DiskTransport(Transport):
     """Sends by `/update_weights_from_disk`. A push is a folder of its own that gets its final name when complete."""
 
-    def __init__(self, engines: Engines, tensor_parallel: int, folder: Path):
-        super().__init__(engines, tensor_parallel)
-        self.folder = folder.absolute()
+    needs_folder = True
+    buffers_on_gpu = False
+
+    def __init__(self, engines: Engines, tensor_parallel: int, folder: Path | None = None):
+        super().__init__(engines, tensor_parallel, folder)
         self._pushes = self._files = 0
 
     @property
     def _partial(self) -> Path:
         return self.folder / f"push-{self._pushes}.partial"
-
-    @override
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     @override
     def begin(self) -> None:
@@ -72,6 +67,9 @@ class DiskTransport(Transport):
 
 def write_safetensors(path: Path, bucket: Bucket) -> None:
     """A bucket as a safetensors file, from where it lies."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     tensors = {e.name: bucket.buffer[e.start : e.end].view(e.dtype).view(e.shape) for e in bucket.entries}
     try:
         save_file(tensors, path)

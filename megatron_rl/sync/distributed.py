@@ -7,16 +7,17 @@ import threading
 import uuid
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, override
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, override
 from urllib.parse import urlsplit
 
-import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
+from megatron_rl.sync.transport import Bucket, Transport, WeightSyncError
 
-from megatron_rl.distributed.processes import listening_store, own_address
-from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.transport import Bucket, Transport
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
+
+    from megatron_rl.sync.engines import Engines
 
 
 class DistributedTransport(Transport):
@@ -26,8 +27,12 @@ class DistributedTransport(Transport):
     one that fails is thrown away and made anew.
     """
 
-    def __init__(self, engines: Engines, tensor_parallel: int):
-        super().__init__(engines, tensor_parallel)
+    not_on_one_gpu = "NCCL takes no two processes of a group on one GPU"
+
+    def __init__(self, engines: Engines, tensor_parallel: int, folder: Path | None = None):
+        import torch
+
+        super().__init__(engines, tensor_parallel, folder)
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.timeout = timedelta(seconds=engines.timeout_s)
         self._name = ""
@@ -38,6 +43,8 @@ class DistributedTransport(Transport):
 
     @override
     def connect(self) -> None:
+        from megatron_rl.distributed.processes import listening_store
+
         self.close()
         name = f"weights-{uuid.uuid4().hex[:8]}"
         host = _own_address(self.engines.addresses[0])
@@ -86,6 +93,10 @@ class DistributedTransport(Transport):
 
         By a connection of its own: that which holds the store must be free to end it.
         """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
+
         tcp = TCPStore(host, port, size, is_master=False, timeout=self.timeout, wait_for_workers=False)
         store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, tcp)))
         if self.backend == "gloo":
@@ -97,6 +108,8 @@ class DistributedTransport(Transport):
 
     @override
     def send(self, bucket: Bucket, version: str | None) -> None:
+        import torch
+
         # The request comes first and stays open during the broadcast: a server that refuses never joins the broadcast,
         # and its answer is what ends this side's wait.
         calls = self.engines.start(
@@ -134,6 +147,8 @@ class DistributedTransport(Transport):
 
 
 def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:
+    import torch.distributed as dist
+
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -144,6 +159,8 @@ def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:
 
 def _own_address(server: str) -> str:
     """Address of this machine as the server sees it."""
+    from megatron_rl.distributed.processes import own_address
+
     parts = urlsplit(server)
     try:
         return own_address(parts.hostname or "", parts.port or 80)

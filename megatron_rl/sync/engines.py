@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
-import urllib3
+import aiohttp
 
-from megatron_rl.config.credentials import WRONG_KEY, bearer
-from megatron_rl.errors import UserError
+from megatron_rl.config.credentials import WRONG_KEY
+from megatron_rl.event_loop import EventLoop
+from megatron_rl.http_client import NoAnswer, ask, session
+from megatron_rl.sync.transport import WeightSyncError
 
 _SHORT_S = 10.0
-
-
-class WeightSyncError(UserError):
-    """A push did not happen, or the engine does not hold what was pushed."""
 
 
 class Engines:
@@ -28,9 +25,8 @@ class Engines:
             raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
         self.addresses = [address.rstrip("/") for address in addresses]
         self.timeout_s = timeout_s
-        self._http = urllib3.PoolManager(maxsize=2, retries=False)
-        self._threads = ThreadPoolExecutor(2 * len(addresses), thread_name_prefix="weight-sync")
-        self._headers = {"Content-Type": "application/json"} | bearer(key)
+        self._loop = EventLoop("weight-sync")
+        self._http = self._loop.run(_session(key))
         self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
@@ -38,7 +34,7 @@ class Engines:
         concurrent.futures.wait(self._told, _SHORT_S)
         each = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
         return [
-            self._threads.submit(self._request, "POST", address, path, body, self.timeout_s)
+            self._loop.start(self._request("POST", address, path, body, self.timeout_s))
             for address, body in zip(self.addresses, each, strict=True)
         ]
 
@@ -57,7 +53,7 @@ class Engines:
 
     def get(self, path: str) -> list[dict]:
         """GET from every server, within 10 s."""
-        return self.wait([self._threads.submit(self._request, "GET", a, path, None, _SHORT_S) for a in self.addresses])
+        return self.wait([self._loop.start(self._request("GET", a, path, None, _SHORT_S)) for a in self.addresses])
 
     def attempt(self, path: str, body: dict | None = None) -> None:
         """POST to every server to clean up; any answer within 10 s will do."""
@@ -68,26 +64,23 @@ class Engines:
     def tell(self, path: str, body: dict | None = None) -> None:
         """POST to every server to clean up, without waiting: the next call, or close, waits."""
         concurrent.futures.wait(self._told, _SHORT_S)
-        self._told = [self._threads.submit(self._request, "POST", a, path, body, _SHORT_S) for a in self.addresses]
+        self._told = [self._loop.start(self._request("POST", a, path, body, _SHORT_S)) for a in self.addresses]
 
-    def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
+    async def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
         where = f"weight sync: {address}{path}"
-        data = None if method == "GET" else json.dumps(body or {})
-        limits = urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, timeout_s), sock_read=timeout_s)
+        data = None if method == "GET" else body or {}
         try:
-            # Less work on the processor than httpx, of which a push of a small model would notice the difference.
-            reply = self._http.request(method, address + path, body=data, headers=self._headers, timeout=limits)
-        except urllib3.exceptions.NewConnectionError as error:  # a subclass of a timeout
-            raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
-        except urllib3.exceptions.TimeoutError:
-            raise WeightSyncError(f"{where}: no answer within {timeout_s:g} s (sync.timeout_s)") from None
-        except urllib3.exceptions.HTTPError as error:
-            raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
+            reply = await ask(self._http, method, address + path, data, redirects=False, timeout=limits)
+        except NoAnswer as error:
+            if error.late:
+                raise WeightSyncError(f"{where}: no answer within {timeout_s:g} s (sync.timeout_s)") from None
+            raise WeightSyncError(f"{where}: {error} (is the server still running?)") from None
         try:
-            content = json.loads(reply.data)
+            content = reply.json()
         except ValueError:
-            content = {"message": reply.data.decode(errors="replace")[:500]}
-        if reply.status in (401, 403):
+            content = {"message": reply.body.decode(errors="replace")[:500]}
+        if reply.refuses_key:
             raise WeightSyncError(f"{where}: {WRONG_KEY.format(setting='rollout.api_key')}")
         if reply.status != 200 or content.get("success") is False:
             message = " ".join(str(content.get("message") or content.get("error") or content).split())
@@ -97,12 +90,12 @@ class Engines:
     def close(self) -> None:
         """Give up the connections, after what was told has arrived."""
         concurrent.futures.wait(self._told, _SHORT_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._http.clear()
+        self._loop.run(self._http.close())
+        self._loop.close()
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+async def _session(key: str) -> aiohttp.ClientSession:
+    return session(key=key)
 
 
 # -- owner ---------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, cast, override
+from typing import TYPE_CHECKING, Any, cast, override
 
-from torch import Tensor
-from torch.multiprocessing import reductions
-
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
 from megatron_rl.sync.transport import Bucket, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEVICE_ARGUMENT = 6
 """Place of the device among the arguments of torch's rebuild_cuda_tensor; SGLang counts on it too (utils/patch_torch.py)."""
@@ -24,8 +23,12 @@ DEVICE_ARGUMENT = 6
 class TensorTransport(Transport):
     """Sends flattened buckets by `/update_weights_from_tensor`."""
 
+    shares_memory = needs_peer_access = True
+
     @override
     def allocate(self, nbytes: int) -> Tensor:
+        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+
         if self.device.type == "cuda":
             return super().allocate(nbytes)
         return memory.allocate(nbytes)
@@ -48,12 +51,16 @@ class TensorTransport(Transport):
         )
 
     def _dump_cpu(self, bucket: Bucket, rank: int) -> str:
+        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
         path = cast("Any", bucket.buffer).shared.path  # `memory.allocate` put it there
         arguments = (path, bucket.used, entries)
         return base64.b64encode(memory.dump_call("map_bucket", arguments)).decode()
 
     def _dump_cuda(self, bucket: Bucket, rank: int) -> str:
+        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+
         metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
         arguments = ({"flattened_tensor": _OpenedAt(bucket.data, rank), "metadata": metadata},)
         return base64.b64encode(memory.dump_call("own_copy", arguments, ForkingPickler)).decode()
@@ -66,6 +73,8 @@ class _OpenedAt:
         self._tensor, self._device = tensor, device
 
     def __reduce__(self):
+        from torch.multiprocessing import reductions
+
         function, arguments = reductions.reduce_tensor(self._tensor)
         return function, (*arguments[:DEVICE_ARGUMENT], self._device, *arguments[DEVICE_ARGUMENT + 1 :])
 

@@ -1,15 +1,29 @@
-"""The interface of the three ways to carry buckets to the engines: `distributed`, `tensor` and `disk`."""
+"""The interface of a weight transport: one way to carry buckets to the engines.
+
+Built-in ones are in `TRANSPORTS` of megatron_rl/sync/transports.py. What checks ask of a class is known before torch is
+imported: built-in ones import it in their methods.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from megatron_rl.errors import UserError
 
-from megatron_rl.sync.engines import Engines
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_rl.sync.engines import Engines
+
+
+class WeightSyncError(UserError):
+    """A push did not happen, or the engine does not hold what was pushed."""
+
 
 # -- buckets -------------------------------------------------------------------------------------------------------------
 # Buckets: tensors side by side in one flat buffer that travels in one piece.
@@ -91,10 +105,24 @@ class Transport(ABC):
     connect, begin and send run in a thread beside the one that allocates and fills the buckets.
     """
 
-    def __init__(self, engines: Engines, tensor_parallel: int):
-        """Prepare for servers of `tensor_parallel` ranks each; nothing is reached yet."""
+    not_on_one_gpu: ClassVar[str] = ""
+    """Why it does not work where trainer and engine are processes on one GPU (rollout.colocate); empty: it does."""
+    shares_memory: ClassVar[bool] = False
+    """The engine maps the GPU memory of the bucket, which torch must have allocated without expandable segments."""
+    needs_peer_access: ClassVar[bool] = False
+    """Every GPU of an engine reads from the GPU of the trainer's first process, on the same machine."""
+    needs_folder: ClassVar[bool] = False
+    """Wants a folder that trainer and servers both see."""
+    buffers_on_gpu: ClassVar[bool] = True
+    """The two buffers of a push lie on the GPU of the trainer's first process, where there is one; otherwise on the host."""
+
+    def __init__(self, engines: Engines, tensor_parallel: int, folder: Path | None = None):
+        """Prepare for servers of `tensor_parallel` ranks each; nothing is reached yet. folder: below the run's."""
+        import torch
+
         self.engines = engines
         self.tensor_parallel = tensor_parallel
+        self.folder = (folder or Path()).absolute()
         gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
@@ -103,7 +131,9 @@ class Transport(ABC):
 
     def allocate(self, nbytes: int) -> Tensor:
         """A buffer [nbytes] uint8 in which buckets can be sent."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device if self.buffers_on_gpu else "cpu")
 
     def begin(self) -> None:
         """Open a push."""

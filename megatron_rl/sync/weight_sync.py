@@ -36,11 +36,9 @@ from megatron_rl.sync.checksums import (
     locate,
     parse,
 )
-from megatron_rl.sync.disk import DiskTransport
-from megatron_rl.sync.distributed import DistributedTransport
-from megatron_rl.sync.engines import Engines, WeightSyncError, owner_of
-from megatron_rl.sync.tensor import TensorTransport
-from megatron_rl.sync.transport import Bucket, Transport, fill_buckets
+from megatron_rl.sync.engines import Engines, owner_of
+from megatron_rl.sync.transport import Bucket, Transport, WeightSyncError, fill_buckets
+from megatron_rl.sync.transports import transport_class
 
 T = TypeVar("T")
 
@@ -74,12 +72,15 @@ class WeightSync:
     ):
         """Prepare; nothing is reached yet.
 
-        folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all). stay_paused:
-        after a push somebody else tells the servers to go on. key: of the servers. With rollout_dtype fp8 matrices go out in
-        block FP8 with their scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
+        folder: for transports that need one, seen by trainer and servers. group: the trainer's ranks (default: all).
+        stay_paused: after a push somebody else tells the servers to go on. key: of the servers. With rollout_dtype fp8 matrices
+        go out in block FP8 with their scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
         """
-        if config.transport == "disk" and folder is None:
-            raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
+        self._transport_class = transport_class(config.transport)
+        if self._transport_class.needs_folder and folder is None:
+            raise UserError(
+                f"config: sync.transport = {config.transport} needs a folder that trainer and servers share"
+            )
         self.config, self.addresses, self.group = config, list(addresses), group
         self.folder = Path(folder) if folder is not None else None
         self._stay_paused, self._key = stay_paused, key
@@ -184,12 +185,7 @@ class WeightSync:
         shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
         self._slot_of = cache(partial(locate, parameters=shapes))  # asked for every tensor of every push
         ranks = len(self._parameters)
-        if self.config.transport == "distributed":
-            self._transport = DistributedTransport(self._engines, ranks)
-        elif self.config.transport == "tensor":
-            self._transport = TensorTransport(self._engines, ranks)
-        else:
-            self._transport = DiskTransport(self._engines, ranks, _there(self.folder))
+        self._transport = self._transport_class(self._engines, ranks, self.folder)
         self._transport.connect()
 
     def _reconnect(self) -> None:

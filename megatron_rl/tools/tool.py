@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -19,40 +19,7 @@ from referencing.exceptions import Unresolvable
 
 from megatron_rl.errors import UserError
 
-# -- event loop ----------------------------------------------------------------------------------------------------------
-# One event loop in a thread of its own, as long as the run: sessions with tool servers outlive a step.
-
-
-CLOSE_TIMEOUT_S = 20.0
-
-
-class EventLoop:
-    """`run` gives a coroutine's result to a thread that has no loop; `close` cancels what is left."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True)
-        self._thread.start()
-
-    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; its error is raised here. One that is interrupted here is cancelled there."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancel what is under way, and end the thread."""
-        if self._loop.is_closed():
-            return
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+# -- functions that wait, called from an event loop ---------------------------------------------------------------------
 
 
 async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
@@ -77,14 +44,6 @@ async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, daemon=True).start()
     return await future
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S / 2)
 
 
 # -- tools ---------------------------------------------------------------------------------------------------------------

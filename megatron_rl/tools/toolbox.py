@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from megatron_rl.config import AgentConfig
 from megatron_rl.config.registry import nearest, resolve
 from megatron_rl.errors import UserError
+from megatron_rl.event_loop import EventLoop
 from megatron_rl.tools.calculator import Calculator
 from megatron_rl.tools.interpreter import PythonTool
 from megatron_rl.tools.search import Search
 from megatron_rl.tools.tool import (
-    EventLoop,
     FunctionTool,
     Tool,
     ToolError,

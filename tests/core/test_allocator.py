@@ -15,26 +15,23 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.allocator import allocator_settings, shares_expandable_memory
+from megatron_rl.sync.transports import TRANSPORTS
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def config(transport: str):
-    return build_config({"sync": {"transport": transport}})
-
-
 def test_segments_grow_by_default():
-    assert allocator_settings(config("distributed"), {}) == EXPANDABLE
-    assert allocator_settings(config("disk"), {}) == EXPANDABLE
+    assert allocator_settings(TRANSPORTS["distributed"], {}) == EXPANDABLE
+    assert allocator_settings(TRANSPORTS["disk"], {}) == EXPANDABLE
 
 
 def test_not_where_the_engine_maps_the_trainers_memory():
-    assert allocator_settings(config("tensor"), {}) == {}
+    assert allocator_settings(TRANSPORTS["tensor"], {}) == {}
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_users_own_setting_stays(name):
-    assert allocator_settings(config("distributed"), {name: "max_split_size_mb:512"}) == {}
+    assert allocator_settings(TRANSPORTS["distributed"], {name: "max_split_size_mb:512"}) == {}
 
 
 def test_torch_refuses_to_share_what_we_think_it_does():
@@ -47,9 +44,9 @@ def test_torch_refuses_to_share_what_we_think_it_does():
 
 
 def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
-    assert shares_expandable_memory(config("tensor"), EXPANDABLE)
-    assert not shares_expandable_memory(config("tensor"), {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"})
-    assert not shares_expandable_memory(config("distributed"), EXPANDABLE)
+    assert shares_expandable_memory(TRANSPORTS["tensor"], EXPANDABLE)
+    assert not shares_expandable_memory(TRANSPORTS["tensor"], {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"})
+    assert not shares_expandable_memory(TRANSPORTS["distributed"], EXPANDABLE)
     monkeypatch.setattr(
         "megatron_rl.checks.model_and_machine.this_machine", lambda: Machine((9, 0), None, None, "13.0")
     )

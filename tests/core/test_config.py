@@ -88,7 +88,7 @@ NAMES = [
         (["--optimizer.lr", "-1"], ["optimizer.lr", "greater than 0"]),
         (["--optimizer.lr", "nan"], ["optimizer.lr"]),
         (["--routing.source", "ppr3"], ["routing.source", "'ppr3'", "did you mean 'pr3'?"]),
-        (["--sync.transport", "nccl"], ["sync.transport", "'distributed', 'tensor' or 'disk'"]),
+        (["--sync.adapters", "none"], ["sync.adapters", "'merged' or 'unmerged'"]),
         (["--steps", "0"], ["steps", "greater than or equal to 1"]),
         (["--steps", "many"], ["steps", "valid integer"]),
         *((["--name", name], ["'name'", "a run's name has at most"]) for name in UNFIT_NAMES),

@@ -158,6 +158,18 @@ REFUSED = {
         {"rollout": {"colocate": True, "addresses": ["http://10.0.0.1:30000"]}},
         r"colocate with rollout.addresses.*set addresses: \[\], or colocate: false",
     ),
+    "no such transport": (
+        {"sync": {"transport": "distribute"}},
+        "sync.transport: there is no weight transport 'distribute'; did you mean 'distributed'.*module:name",
+    ),
+    "a transport of no file": (
+        {"sync": {"transport": "lost/rdma.py:Rdma"}},
+        "sync.transport.*there is no file lost/rdma.py",
+    ),
+    "no transport at all": (
+        {"rollout": {"colocate": True}, "sync": {"transport": "dataclasses:dataclass"}},
+        r"sync.transport: dataclasses:dataclass is no subclass of Transport \(megatron_rl/sync/transport.py\)",
+    ),
     "two on one GPU": (
         {"rollout": {"colocate": True}},
         "colocate with sync.transport = distributed: NCCL takes no two processes.*set sync.transport: tensor",

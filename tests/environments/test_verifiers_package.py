@@ -16,10 +16,11 @@ import pytest
 from megatron_rl.config import DataConfig
 from megatron_rl.config.credentials import RUN_KEY
 from megatron_rl.errors import UserError
+from megatron_rl.event_loop import EventLoop
 from megatron_rl.tasks import build_task
 from megatron_rl.tasks.verifiers_package import WORKER as WORKER_FILE
 from megatron_rl.tasks.verifiers_package import Worker, _environment, environment_config
-from megatron_rl.tools.tool import EventLoop, ToolLost
+from megatron_rl.tools.tool import ToolLost
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 
 TASKS = Path(__file__).with_name("verifiers_tasks")

@@ -23,7 +23,8 @@ from megatron_rl.run.run import Run
 from megatron_rl.servers.client import Reply
 from megatron_rl.servers.external import check_servers, problems, release, server_of, workers_of
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, WeightSyncError, version_of
+from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, version_of
+from megatron_rl.sync.transport import WeightSyncError
 from megatron_rl.sync.weight_sync import WeightSync
 from tests.http_server import HttpServer
 from tests.rollout.conftest import client_of, key_reference

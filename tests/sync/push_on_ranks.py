@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
-from megatron_rl.sync.engines import WeightSyncError
+from megatron_rl.sync.transport import WeightSyncError
 from megatron_rl.sync.weight_sync import WeightSync
 
 BUCKET_MB = 0.05

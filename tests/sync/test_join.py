@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_rl.sync.distributed import DistributedTransport
-from megatron_rl.sync.engines import WeightSyncError
+from megatron_rl.sync.transport import WeightSyncError
 
 LONG_S = 600.0
 """Longer than any wait of this test may be."""

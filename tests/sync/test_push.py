@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -29,11 +30,11 @@ from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.run.run import Run
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.engines import WeightSyncError
-from megatron_rl.sync.transport import Bucket
+from megatron_rl.sync.transport import Bucket, WeightSyncError
+from megatron_rl.sync.transports import TRANSPORTS
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 
-TRANSPORTS = ["distributed", "tensor", "disk"]
+OWN_TRANSPORT = f"{Path(__file__).with_name('own_transport.py')}:Files"
 PROMPT = list(range(5, 29))
 
 
@@ -112,19 +113,20 @@ def bytes_of(bucket: Bucket, name: str) -> torch.Tensor | None:
     return next((bucket.buffer[entry.start : entry.end] for entry in bucket.entries if entry.name == name), None)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param(OWN_TRANSPORT, id="own")])
 def test_the_engine_serves_what_was_pushed(model, server, connect, transport, tmp_path):
+    seed = random.randrange(2**31)
     sync = connect(transport)
     generate(server, 1)  # leaves the prompt in the prefix cache
     for push in range(2):
-        weights = random_weights(model, seed=10 * TRANSPORTS.index(transport) + push + 20)
-        stats = sync.push(iter(weights.items()), version=f"{transport}-{push}")
+        weights = random_weights(model, seed=seed + push)
+        stats = sync.push(iter(weights.items()), version=f"{seed}-{push}")
         assert stats.bytes == sum(4 * tensor.numel() for tensor in weights.values())
         assert stats.tensors == len(weights)
         assert stats.buckets > 2
 
         reply = generate(server, 8)["meta_info"]
-        assert reply["weight_version"] == f"{transport}-{push}"
+        assert reply["weight_version"] == f"{seed}-{push}"
         assert reply["cached_tokens"] == 0, "a prefix of the old weights was used"
         log_probs, ids = zip(*[(entry[0], entry[1]) for entry in reply["output_token_logprobs"]], strict=True)
         expected = reference_log_probs(model, weights, PROMPT + list(ids), tmp_path / str(push))[len(PROMPT) - 1 :]

@@ -17,8 +17,7 @@ from test_push import PROMPT, bytes_of, generate, reference_log_probs, tamper
 from megatron_rl.config import ServerConfig, SyncConfig
 from megatron_rl.models import fp8
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.engines import WeightSyncError
-from megatron_rl.sync.transport import Bucket
+from megatron_rl.sync.transport import Bucket, WeightSyncError
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 
 PLUGIN = Path(__file__).parent / "fp8_plugin"

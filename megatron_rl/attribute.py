@@ -34,7 +34,7 @@ from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.models.attention import exact_attention
-from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.families import family_named
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import Machine, check_precision, this_machine
 from megatron_rl.run.update_hooks import update_hooks
@@ -179,7 +179,8 @@ def attribute(
 
 def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
     """A text to append on the engine's own part in the routes, empty where there is nothing to say."""
-    rows = max((FAMILIES[name].few_tokens for name in architectures if name in FAMILIES), default=0)
+    family = family_named(architectures)
+    rows = family.few_tokens if family else 0
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
         return ""
     return f"; its own decode routes up to {rows} tokens by another product than its prefill"

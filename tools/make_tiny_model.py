@@ -286,9 +286,8 @@ def make_tiny_model(
     finally:
         torch.set_rng_state(generator_state)
     model = model.to(dtype)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.data = buffer.data.float()  # as in the released models
+    for buffer in model.buffers():
+        buffer.data = buffer.data.float()  # expert biases, as in the released models; others are not saved
     model.generation_config = GenerationConfig(do_sample=True, **special)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -12,9 +12,9 @@ from megatron_rl.config.plan import Kind
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
 from megatron_rl.models.bridges import make_bridge
-from megatron_rl.models.families import architecture, is_classifier
+from megatron_rl.models.families import architecture, expert_count, is_classifier
 from megatron_rl.models.hf_folder import check_same_tokenizer
-from megatron_rl.models.parallel_check import check_parallel, expert_count, read_hf_config
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 
 
 def check_routers(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import expert_count
+from megatron_rl.models.families import expert_count
 from megatron_rl.models.precision import Machine
 
 

@@ -22,13 +22,12 @@ from megatron_rl.config import OF_TOKENS, Config
 from megatron_rl.config.credentials import key_of
 from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, critic_config
 from megatron_rl.config.registry import resolve
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import check_patterns
-from megatron_rl.models.families import architecture
+from megatron_rl.models.families import architecture, expert_count
 from megatron_rl.models.hf_folder import check_same_tokenizer
-from megatron_rl.models.parallel_check import check_parallel, expert_count, read_hf_config
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.models.shape import Shape, linear_weights, parameter_names
 from megatron_rl.ops import extensions, flash
@@ -155,7 +154,7 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig) -> None:
     if experts < 2:
         found = f"{name} has one expert a layer" if experts else f"{name} is dense"
         raise UserError(f"config: vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
-    if vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2:
+    if vp2o.orthogonality and Shape.from_config(hf_config).topk < 2:
         raise UserError(
             f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
             " be kept apart from; set vp2o.orthogonality: 0"

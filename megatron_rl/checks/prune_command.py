@@ -71,10 +71,12 @@ def _check_sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> None:
             refuse(key, f"the model has {size} {what}", f"take {size} or fewer")
     if prune.experts is not None and prune.experts < shape.topk:
         refuse("experts", f"a token goes to {shape.topk}", f"take {shape.topk} or more")
-    if prune.experts is not None and (getattr(hf_config, "n_group", None) or 1) > 1:
+    moe = family_of(hf_config).moe
+    groups = getattr(hf_config, moe.groups) if moe and moe.groups else None
+    if moe and prune.experts is not None and (groups or 1) > 1:
         refuse(
             "experts",
-            f"config.json has n_group = {hf_config.n_group}, and a token chooses among groups of neighboring experts",
+            f"config.json has {moe.groups} = {groups}, and a token chooses among groups of neighboring experts",
             "leave it out, and take prune.expert_width",
         )
     if prune.heads is None:

@@ -17,6 +17,7 @@ import io
 import re
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
-from megatron_rl.models.families import family_of, is_classifier
+from megatron_rl.models.families import Moe, family_of, is_classifier
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 
@@ -114,9 +115,7 @@ def quantization_config(ignore: list[str]) -> dict:
 Format = Literal["fp8_tensor", "int4"]
 _MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 128)}
 """Rows and columns of which SGLang's kernels take multiples: torch._scaled_mm, Marlin."""
-_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Matrices that SGLang multiplies by as one."""
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 
 
 def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
@@ -210,13 +209,14 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
     # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
     # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
     partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
+    router = (family_of(model.config).moe or Moe()).router
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if form == "fp8_tensor":
-            plain_ones = ["lm_head", "*.gate", *(f"*layers.{layer}.*" for layer in keep_layers)]
+            plain_ones = ["lm_head", f"*.{router}", *(f"*layers.{layer}.*" for layer in keep_layers)]
             settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
         else:
-            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
+            plain_ones = ["lm_head", rf"re:.*\.{router}$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
             settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
         copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
         write_weights(partial, tensors)
@@ -262,8 +262,12 @@ def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
 
 def _share_scales(model: PreTrainedModel) -> None:
     """One weight scale for matrices that SGLang stacks: it would round those with smaller ones a second time."""
+    together: dict[str, list[str]] = defaultdict(list)
+    for name, linear in family_of(model.config).linears.items():
+        if linear.stacked_in:
+            together[linear.stacked_in].append(name)
     for module in model.modules():
-        for names in _STACKED:
+        for names in together.values():
             stacked: list[Any] = [getattr(module, name) for name in names if hasattr(module, name)]
             quantizers = [layer.weight_quantizer for layer in stacked if hasattr(layer, "weight_quantizer")]
             if len(quantizers) > 1 and quantizers[0].is_enabled:
@@ -287,18 +291,19 @@ class _Layers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
-        self._renamed = family_of(model.config).renamed
+        self._moe = family_of(model.config).moe or Moe()
 
     def find(self, name: str) -> _Layer | None:
         """The layer of a tensor; None where it is not quantized."""
         if not fp8.is_quantized(name):
             return None
-        module = ".".join(self._renamed.get(part, part) for part in name.removesuffix(".weight").split("."))
+        module = name.removesuffix(".weight").replace(f".{self._moe.block}.", ".mlp.")  # as it is in transformers
         if expert := _EXPERT.fullmatch(module):
             experts, (index, part) = self._modules[expert[1]], expert.group(2, 3)
-            fused = "down_proj" if part == "down" else "gate_up_proj"
+            down = self._moe.linears[part].cut == "columns"
+            fused = "down_proj" if down else "gate_up_proj"  # transformers' names, whatever those of the files are
             half = getattr(experts, fused).shape[1] // 2
-            rows = {"gate": slice(half), "up": slice(half, None), "down": slice(None)}[part]
+            rows = slice(None) if down else (slice(half), slice(half, None))[self._moe.linears[part].place]
             weights = getattr(experts, f"{fused}_weight_quantizers")[int(index)]
             layer = _Layer(weights, getattr(experts, f"{fused}_input_quantizer"), rows)
         else:

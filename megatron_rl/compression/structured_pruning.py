@@ -1,8 +1,7 @@
 """A Hugging Face folder with parts of the model left out: experts, inner channels, groups of heads, whole layers.
 
-Files alone: one tensor is read, cut and written after the other, and config.json follows. The weights on disk are, by family:
-an expert a tensor each (`experts.N.gate_proj`, Mixtral's `experts.N.w1`), and all experts of a layer in one for gpt-oss
-(`experts.gate_up_proj` [E, d, 2 F], gate and up by turns, and `experts.down_proj` [E, F, d]).
+Files alone: one tensor is read, cut and written after the other, and config.json follows. Which of a tensor's sides consists of
+heads, channels or experts, the model's family says (`models.families`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.families import STACKS, Family, Moe, Stack, family_of, stack_of
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
@@ -62,12 +63,11 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
     """
     check_weight_files(source)
     config: Any = read_hf_config(source)
-    shape = Shape.from_config(config)
     partial = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         copy_metadata(source, partial, config.dtype or torch.float32, new_config(source, sizes, kept.layers))
-        write_weights(partial, cut(read_weights(source), shape, kept))
+        write_weights(partial, cut(read_weights(source), config, kept))
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
     except OSError as error:
@@ -79,15 +79,16 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
 def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str, Any]:
     """Keys of config.json that change. layers: those that stay."""
     config = json.loads((source / "config.json").read_text())
-    shape = Shape.from_config(read_hf_config(source))
+    hf_config = read_hf_config(source)
+    shape, moe = Shape.from_config(hf_config), family_of(hf_config).moe
     new: dict[str, Any] = {}
     if sizes.layers is not None:
         layers = list(range(sizes.layers)) if layers is None else layers
         new["num_hidden_layers"] = sizes.layers
         if isinstance(config.get("layer_types"), list):
             new["layer_types"] = [config["layer_types"][layer] for layer in layers]
-        if "first_k_dense_replace" in config:
-            new["first_k_dense_replace"] = sum(layer < config["first_k_dense_replace"] for layer in layers)
+        if moe:
+            new |= moe.keep_layers(hf_config, layers)
     if config.get("num_nextn_predict_layers"):
         new["num_nextn_predict_layers"] = 0  # draft layers, which learned to follow the whole model
     if sizes.heads is not None:
@@ -96,29 +97,32 @@ def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str
         new["head_dim"] = shape.head_dim  # else it is read off the number of heads
     if sizes.width is not None:
         new["intermediate_size"] = sizes.width
-    if sizes.experts is not None:
-        new |= {name: sizes.experts for name in EXPERT_COUNTS if name in config}
-    if sizes.expert_width is not None:
-        new["moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"] = sizes.expert_width
+    if moe and sizes.experts is not None:
+        new |= {key: sizes.experts for key in _written_as(moe.experts, hf_config) if key in config}
+    if moe and sizes.expert_width is not None:
+        new[moe.intermediate] = sizes.expert_width
     return new
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+def _written_as(key: str, config: PreTrainedConfig) -> set[str]:
+    """Names under which a file may have a key of the config: transformers writes some under another."""
+    return {
+        key,
+        config.attribute_map.get(key, key),
+        *(name for name, other in config.attribute_map.items() if other == key),
+    }
+
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"((?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
-_INNER = re.compile(r"mlp\.(shared_experts\.)?(gate|up|down)_proj\.(weight|bias)")
-_HEADS = re.compile(r"self_attn\.([qkvo])_proj\.(weight|bias)|self_attn\.(sinks)")
-_ROUTER = re.compile(r"(mlp|block_sparse_moe)\.(gate|router)\.(weight|bias|e_score_correction_bias)")
-_STACKED = re.compile(r"mlp\.experts\.(gate_up|down)_proj(_bias)?")
-_WHOLE = re.compile(r"(input|post_attention)_layernorm\.weight|self_attn\.(q|k|kv_a|q_a)_(norm|layernorm)\.weight")
-_LATENT = re.compile(r"self_attn\.(q_a|q_b|kv_b|kv_a)_proj(_with_mqa)?\.(weight|bias)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def cut(tensors: Iterator[tuple[str, Tensor]], shape: Shape, kept: Kept) -> Iterator[tuple[str, Tensor]]:
+def cut(tensors: Iterator[tuple[str, Tensor]], config: PreTrainedConfig, kept: Kept) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder -> those of the pruned model, under their new names.
 
     Errors: UserError for a tensor that is not known.
     """
+    shape, family = Shape.from_config(config), family_of(config)
     numbers = {old: new for new, old in enumerate(range(shape.layers) if kept.layers is None else kept.layers)}
     for name, tensor in tensors:
         if (match := _LAYER.fullmatch(name)) is None:
@@ -126,43 +130,49 @@ def cut(tensors: Iterator[tuple[str, Tensor]], shape: Shape, kept: Kept) -> Iter
         elif name.endswith("rotary_emb.inv_freq"):  # of old folders: a constant
             continue
         elif (layer := int(match[1])) in numbers:
-            rest, part = _of_layer(match[2], tensor, layer, shape, kept)
+            rest, part = _of_layer(match[2], tensor, layer, shape, family, kept)
             if part is not None:
                 yield f"model.layers.{numbers[layer]}.{rest}", part
 
 
-def _of_layer(name: str, tensor: Tensor, layer: int, shape: Shape, kept: Kept) -> tuple[str, Tensor | None]:
+def _of_layer(
+    name: str, tensor: Tensor, layer: int, shape: Shape, family: Family, kept: Kept
+) -> tuple[str, Tensor | None]:
     """Name and part of a tensor of one layer; None: it goes."""
     experts, channels = kept.experts.get(layer), kept.expert_channels.get(layer)
-    if match := _EXPERT.fullmatch(name):
+    moe, module = family.moe or Moe(), ["", *name.split(".")][-2]
+    if (match := _EXPERT.fullmatch(name)) and match[3] in moe.linears:
         expert = int(match[2])
         if experts is not None and expert not in experts:
             return name, None
         number = expert if experts is None else experts.index(expert)
-        down = match[3] in ("down_proj", "w2")
-        return f"{match[1]}.{number}.{match[3]}.weight", _take(
-            tensor, int(down), None if channels is None else channels[expert]
-        )
-    if match := _STACKED.fullmatch(name):
-        return name, _stacked(tensor, match[1] == "down", bool(match[2]), experts, channels)
-    if _ROUTER.fullmatch(name):
+        columns = moe.linears[match[3]].cut == "columns"
+        part = _take(tensor, int(columns), None if channels is None else channels[expert])
+        return f"{match[1]}.{number}.{match[3]}.weight", part
+    if (found := stack_of(name)) and found[1] in ("", "_bias"):
+        return name, _stacked(tensor, STACKS[found[0]], found[1] == "_bias", experts, channels)
+    if name in (f"{moe.block}.{moe.router}.{of_router}" for of_router in moe.of_router):
         return name, _take(tensor, 0, experts)
-    if match := _INNER.fullmatch(name):
-        inner = (kept.shared if match[1] else kept.channels).get(layer)
-        if match[2] == "down":
-            return name, tensor if match[3] == "bias" else _take(tensor, 1, inner)
-        return name, _take(tensor, 0, inner)
-    if match := _HEADS.fullmatch(name):
-        groups = kept.groups.get(layer)
-        if groups is None or (match[1] == "o" and match[2] == "bias"):
+    groups, of_group = kept.groups.get(layer), shape.heads // shape.kv_heads
+    if family.sinks and name.endswith(f".{family.sinks}"):
+        return name, _take(tensor, 0, _rows(groups, of_group))
+    if linear := family.linears.get(module):
+        places = {
+            "queries": _rows(groups, of_group * shape.head_dim),
+            "keys": _rows(groups, shape.head_dim),
+            "channels": (kept.shared if f".{moe.shared_experts}." in name else kept.channels).get(layer),
+            "latents": None,
+        }[linear.of]
+        if linear.cut == "columns" and name.endswith(".bias"):
             return name, tensor
-        of_group = shape.heads // shape.kv_heads
-        width = of_group if match[3] else shape.head_dim * (1 if match[1] in ("k", "v") else of_group)
-        rows = [group * width + row for group in groups for row in range(width)]
-        return name, _take(tensor, int(match[1] == "o"), rows)
-    if _WHOLE.fullmatch(name) or _LATENT.fullmatch(name):
+        return name, _take(tensor, int(linear.cut == "columns"), places)
+    if module.endswith("norm"):
         return name, tensor
     raise UserError(f"model: there is no rule how to cut tensor {name} of layer {layer}; it cannot be pruned")
+
+
+def _rows(groups: list[int] | None, width: int) -> list[int] | None:
+    return None if groups is None else [group * width + row for group in groups for row in range(width)]
 
 
 def _take(tensor: Tensor, dim: int, places: list[int] | None) -> Tensor:
@@ -170,16 +180,16 @@ def _take(tensor: Tensor, dim: int, places: list[int] | None) -> Tensor:
 
 
 def _stacked(
-    tensor: Tensor, down: bool, bias: bool, experts: list[int] | None, channels: list[list[int]] | None
+    tensor: Tensor, stack: Stack, bias: bool, experts: list[int] | None, channels: list[list[int]] | None
 ) -> Tensor:
-    """gpt-oss: all experts of a layer in one tensor."""
+    """All experts of a layer in one tensor."""
     chosen = range(len(tensor)) if experts is None else experts
-    if channels is None or (down and bias):
+    if channels is None or (stack.channels == "in" and bias):
         return tensor[list(chosen)]
-    if down:
-        return torch.stack([tensor[e][channels[e]] for e in chosen])
-    by_turns = [[2 * c + half for c in channels[e] for half in (0, 1)] for e in chosen]
-    return torch.stack([tensor[e][..., places] for e, places in zip(chosen, by_turns, strict=True)])
+    turns = (0, 1) if stack.by_turns else (0,)
+    places = [[len(turns) * c + half for c in channels[e] for half in turns] for e in chosen]
+    dim = 0 if stack.channels == "in" else -1
+    return torch.stack([_take(tensor[e], dim, of_expert) for e, of_expert in zip(chosen, places, strict=True)])
 
 
 def choose(

@@ -32,7 +32,7 @@ this model would have zeros between them: an expert twice."""
 
 @dataclass(frozen=True)
 class EngineRoutes:
-    """Rows and columns of the engine's table for a model, read off its Hugging Face config."""
+    """Rows and columns of the engine's table for a model (`models.shape.engine_routes`)."""
 
     layers: int
     """All layers: the engine's table has dense ones too."""
@@ -43,32 +43,13 @@ class EngineRoutes:
     gates: bool = False
     """True if replies have the experts' weights too."""
 
-    @classmethod
-    def from_config(cls, config: dict, *, gates: bool = False) -> EngineRoutes:
-        """config: the content of config.json. The fields, not the model's name, say which layers are dense.
-
-        Errors: UserError for a dense model, or gates of more experts than fit beside them.
-        """
-
-        def first(*names: str, default: int | None = None) -> int:
-            value = next((config[name] for name in names if config.get(name) is not None), default)
-            if value is None:
-                raise UserError(f"config.json has none of {', '.join(names)}: rollout.routes needs a MoE model")
-            return value
-
-        layers = first("num_hidden_layers")
-        every = max(first("decoder_sparse_step", default=1), first("moe_layer_freq", default=1))
-        dense = {*range(first("first_k_dense_replace", default=0)), *(config.get("mlp_only_layers") or [])}
-        # Qwen counts from one (layer i is MoE where (i + 1) % step == 0), DeepSeek from zero (i % freq == 0).
-        offset = 1 if "decoder_sparse_step" in config else 0
-        moe = tuple(i for i in range(layers) if i not in dense and (i + offset) % every == 0)
-        experts = first("n_routed_experts", "num_local_experts", "num_experts")
-        if gates and experts > MOST_EXPERTS:
+    def __post_init__(self) -> None:
+        """Errors: UserError for gates of more experts than fit beside them."""
+        if self.gates and self.experts > MOST_EXPERTS:
             raise UserError(
                 f"config: routing.replay_gates and rollout.gates are for {MOST_EXPERTS} experts at most, and the model has"
-                f" {experts}; set both to false"
+                f" {self.experts}; set both to false"
             )
-        return cls(layers, moe, experts, first("num_experts_per_tok", "experts_per_token"), gates)
 
     @property
     def shape(self) -> RouteShape:
@@ -144,12 +125,6 @@ class EngineFeatures:
     experts: int
     dtype: torch.dtype
     """The engine's: of the hidden part. Logits are fp32."""
-
-    @classmethod
-    def from_config(cls, config: dict, dtype: torch.dtype) -> EngineFeatures:
-        """config: the content of config.json of a MoE model."""
-        routes = EngineRoutes.from_config(config)
-        return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
 
     @property
     def logits_alone(self) -> EngineFeatures:

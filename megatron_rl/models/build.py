@@ -43,10 +43,10 @@ from megatron_rl.models.adapters import (
     plain_name,
 )
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
-from megatron_rl.models.families import CLASSIFIER, architecture, family_of, is_classifier
+from megatron_rl.models.families import CLASSIFIER, architecture, expert_count, family_of, is_classifier
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.identical_layers import set_batch_invariant
-from megatron_rl.models.parallel_check import expert_count, one_line, read_hf_config
+from megatron_rl.models.parallel_check import one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec

@@ -35,12 +35,6 @@ def attended_pairs(length: int, window: int | None = None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Window of each layer's attention; None: it sees the whole sequence."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> float:
     """FLOPs of one forward: 2 for each multiply-add of the matrix products.
 
@@ -56,8 +50,8 @@ def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> fl
 
 def sequence_flops(config: PreTrainedConfig, sequences: Iterable[tuple[int, int]]) -> float:
     """FLOPs of one forward over causal sequences of (tokens, of which so many are predicted, and meet the head)."""
-    shape, windows = Shape.from_config(config), layer_windows(config)
+    shape = Shape.from_config(config)
     total = 0.0
     for tokens, labels in sequences:
-        total += forward_flops(shape, tokens, labels, sum(attended_pairs(tokens, window) for window in windows))
+        total += forward_flops(shape, tokens, labels, sum(attended_pairs(tokens, window) for window in shape.windows))
     return total

@@ -21,22 +21,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.families import Linear, family_named, linear_of, stack_of
 
 BLOCK = 128
 E4M3_MAX = 448.0
 TINY = 2.0**-24
 SCALE = "_scale_inv"
 """Suffix that turns the name of a quantized weight into that of its scales."""
-_MATRIX = re.compile(r"model\.layers\.\d+\.(?:.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
-_STACKED_EXPERTS = re.compile(r".+\.experts\.(gate_up_proj|down_proj)(_blocks)?")
-_FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj", "k_proj", "v_proj")
-"""Matrices that SGLang stacks with others: the border must lie between blocks, on every rank."""
-_KEYS_AND_VALUES = ("k_proj", "v_proj")
-"""Matrices of which a rank has at least one head, shared with others where ranks outnumber heads."""
-_REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 SGLANG = "0.5.23"
-_ROW_PARALLEL = ("o_proj", "down_proj", "w2")
+_WEIGHT = re.compile(r"model\.layers\.\d+\..+\.weight")
 
 
 def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -116,7 +109,16 @@ class Dequantized(Mapping[str, Tensor]):
 
 def is_quantized(name: str) -> bool:
     """True if a Hugging Face tensor of this name becomes FP8."""
-    return _MATRIX.fullmatch(name) is not None
+    return _matrix(name) is not None
+
+
+def _matrix(name: str) -> Linear | None:
+    return linear_of(name) if _WEIGHT.fullmatch(name) else None
+
+
+def _holds_all_experts(name: str) -> bool:
+    found = stack_of(name)
+    return found is not None and found[1] in ("", "_blocks")  # _blocks: in MXFP4
 
 
 def check_served(
@@ -127,19 +129,20 @@ def check_served(
     Its own checks: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel, expert_tensor: ranks
     that share a matrix, and a matrix of an expert.
     """
-    if _STACKED_EXPERTS.fullmatch(name):
+    if _holds_all_experts(name):
         raise UserError(
             f"fp8: {name} holds all experts in one tensor, which SGLang does not load in block FP8; use bf16"
         )
-    match = _MATRIX.fullmatch(name)
-    if match is None:
+    linear = _matrix(name)
+    if linear is None:
         return
-    (rows, columns), module = shape, match[1]
-    ranks = 1 if module in _REPLICATED else expert_tensor if ".experts." in name else tensor_parallel
-    cut, whole = ("columns", columns) if module in _ROW_PARALLEL else ("rows", rows)
-    if module not in _FUSED and ranks == 1:
+    rows, columns = shape
+    ranks = 1 if linear.cut == "none" else expert_tensor if ".experts." in name else tensor_parallel
+    cut, whole = ("columns", columns) if linear.cut == "columns" else ("rows", rows)
+    if not linear.whole_blocks and ranks == 1:
         return
-    size = max(whole // ranks, head_dim if module in _KEYS_AND_VALUES else 1)
+    # Of keys and values a rank has at least one head, shared with others where ranks outnumber heads.
+    size = max(whole // ranks, head_dim if linear.of == "keys" else 1)
     if size % BLOCK:
         on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
         raise UserError(f"fp8: {name} has {size} {cut}{on}: SGLang wants multiples of {BLOCK} (whole blocks); use bf16")
@@ -147,7 +150,8 @@ def check_served(
 
 def check_architecture(name: str) -> None:
     """Refuse an architecture that SGLang does not serve in block FP8, whatever its sizes. Errors: UserError."""
-    if name in FAMILIES and FAMILIES[name].fp8_scales_lost:
+    family = family_named([name])
+    if family and family.fp8_scales_lost:
         raise UserError(
             f"fp8: {name}: SGLang {SGLANG} loses the scales of its blocks (it renames them weight_scale); use bf16"
         )
@@ -167,7 +171,7 @@ def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
-                if not simulate or _STACKED_EXPERTS.fullmatch(name):
+                if not simulate or _holds_all_experts(name):
                     shape = opened.get_slice(name).get_shape()
                     check_served(name, shape, tensor_parallel, tensor_parallel // expert_parallel, head_dim)
 

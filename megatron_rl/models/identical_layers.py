@@ -442,7 +442,7 @@ class BatchInvariantSelfAttention(_TableRotation, SelfAttention):
 
 
 class BatchInvariantHeadsNormSelfAttention(_TableRotation, HeadsNormSelfAttention):
-    """OLMoE's."""
+    """The same, with norms over all heads of queries and keys."""
 
     norm = BatchInvariantHeadsRMSNorm
 

@@ -9,7 +9,14 @@ from transformers import AutoConfig, PreTrainedConfig
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError
-from megatron_rl.models.families import FAMILIES, architecture, family_of, is_classifier
+from megatron_rl.models.families import (
+    FAMILIES,
+    architecture,
+    expert_count,
+    expert_intermediate,
+    family_of,
+    is_classifier,
+)
 
 
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
@@ -31,17 +38,6 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
         raise UserError(f"model folder {folder}: config.json cannot be read ({reason(error)})") from None
     _check_supported(config, folder)
     return config
-
-
-def expert_count(config: PreTrainedConfig) -> int:
-    """Routed experts of a MoE layer; 0 for a dense model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
-
-
-def expert_intermediate(config: PreTrainedConfig) -> int:
-    """Inner size of one expert."""
-    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
 
 
 def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:

@@ -1,6 +1,6 @@
 """How many numbers a model holds, read off its config.json: every weight as Megatron has it, whole and on one rank.
 
-No Megatron and no torch: arithmetic alone, for all supported families. `tests/models/test_sizes.py` compares the counts with
+Arithmetic alone, for all supported families. `tests/models/test_sizes.py` compares the counts with
 those of Megatron's own modules and of transformers'.
 """
 
@@ -11,14 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import LoRAConfig, ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
-from megatron_rl.data.engine_routes import EngineRoutes
+from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
+from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
-from megatron_rl.models.families import family_of, is_classifier
-from megatron_rl.models.parallel_check import expert_count, expert_intermediate
+from megatron_rl.models.families import (
+    architecture,
+    expert_count,
+    expert_intermediate,
+    family_of,
+    is_classifier,
+    moe_layers,
+)
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
 
@@ -104,6 +112,8 @@ class Shape:
     bias: bool
     """True if the other linear layers have a bias."""
     sinks: bool
+    windows: tuple[int | None, ...]
+    """Window of each layer's attention; None: it sees the whole sequence."""
     router_bias: bool
     value_head: bool = False
     """True if the head gives one number instead of logits; then it is not tied."""
@@ -112,19 +122,17 @@ class Shape:
     def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
         """The sizes of a supported architecture (families.FAMILIES). value_head: by default that of the folder."""
         value_head = is_classifier(config) if value_head is None else value_head
-        family, experts = family_of(config), expert_count(config)
-        routes = EngineRoutes.from_config(config.to_dict()) if experts else None
-        heads = config.num_attention_heads
+        family = family_of(config)
+        moe, heads = family.moe, config.num_attention_heads
         kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if family.latent_attention else 0
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         rotary_dim = value_dim = head_dim
         if kv_lora:
             rotary_dim, value_dim = config.qk_rope_head_dim, config.v_head_dim
             head_dim = config.qk_nope_head_dim + rotary_dim
-        inner = expert_intermediate(config) if experts else 0
         return cls(
             layers=config.num_hidden_layers,
-            moe_layers=routes.moe_layers if routes else (),
+            moe_layers=moe_layers(config),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
             tied=config.tie_word_embeddings and not value_head,
@@ -134,16 +142,17 @@ class Shape:
             value_dim=value_dim,
             rotary_dim=rotary_dim,
             intermediate=config.intermediate_size,
-            experts=experts,
-            topk=routes.topk if routes else 0,
-            expert_intermediate=inner,
-            shared_intermediate=inner * (getattr(config, "n_shared_experts", None) or 0),
+            experts=expert_count(config),
+            topk=getattr(config, moe.topk) if moe else 0,
+            expert_intermediate=expert_intermediate(config),
+            shared_intermediate=moe.shared_size(config) if moe else 0,
             q_lora=(config.q_lora_rank or 0) if kv_lora else 0,
             kv_lora=kv_lora,
             qk_norm=family.qk_norm,
             qkv_bias=_told(family.qkv_bias, config, "attention_bias"),
             bias=_told(family.bias, config, "mlp_bias"),
-            sinks=family.sinks,
+            sinks=bool(family.sinks),
+            windows=_windows(config),
             router_bias=family.router_bias,
             value_head=value_head,
         )
@@ -155,6 +164,28 @@ class Shape:
 
 def _told(of_family: bool | None, config: PreTrainedConfig, key: str) -> bool:
     return bool(getattr(config, key, False)) if of_family is None else of_family
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRoutes:
+    """How SGLang returns a model's routes. gates: replies have the experts' weights too.
+
+    Errors: UserError for a dense model, or more experts than gates fit beside.
+    """
+    shape = Shape.from_config(config)
+    if not shape.experts:
+        raise UserError(f"model: {architecture(config)} is dense: rollout.routes needs a MoE model")
+    return EngineRoutes(shape.layers, shape.moe_layers, shape.experts, shape.topk, gates)
+
+
+def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatures:
+    """The router features of a model that SGLang exports, in its dtype. Errors: as of `engine_routes`."""
+    routes = engine_routes(config)
+    return EngineFeatures(len(routes.moe_layers), config.hidden_size, routes.experts, dtype)
 
 
 def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:

@@ -18,12 +18,13 @@ from typing import Any
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import RoutingConfig
 from megatron_rl.config.plan import share_of
-from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
+from megatron_rl.data.engine_routes import drop_stale_routes, sampled_by
 from megatron_rl.data.trajectory import Trajectory, file_of, save_trajectories
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
 from megatron_rl.models.hf_folder import check_served
 from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.models.shape import engine_features, engine_routes
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.colocation import Colocation
 from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
@@ -79,13 +80,11 @@ class Engine:
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
         self._children = LocalServers(self.config, [], sleeps=False)  # of rank 0 may get some
-        rollout, model = self.config.rollout, run.hf_config.to_dict()
+        rollout = self.config.rollout
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
-        self._routes = (
-            EngineRoutes.from_config(model, gates=asks_gates(self.config)) if asks_routes(self.config) else None
-        )
-        self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
+        self._routes = engine_routes(run.hf_config, gates=asks_gates(self.config)) if asks_routes(self.config) else None
+        self._features = engine_features(run.hf_config, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
         self._stale: list[bool] = []
         """For each response of the last step: True if it is not of the weights pushed last."""

@@ -15,11 +15,11 @@ from megatron_rl.config import Config
 from megatron_rl.config.credentials import WRONG_KEY, hide
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask_now
-from megatron_rl.models.families import architecture
+from megatron_rl.models.families import architecture, expert_count
 from megatron_rl.models.parallel_check import one_line
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.servers.client import with_scheme
-from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, asks_routes, has_experts
+from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, asks_routes
 from megatron_rl.servers.server import asks_gates, feature_stride, serves_adapters
 from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, Engines, owner_of
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
@@ -207,7 +207,7 @@ def _problems(
         ranks = max(info.get("pp_size") or 1, info.get("dp_size") or 1)
         refuse(ranks > 1, "runs with --pp-size or --dp-size above 1, where a push does not reach all ranks")
     if info.get("device") == "cuda":
-        experts, runner = has_experts(hf_config.to_dict()), info.get("moe_runner_backend")
+        experts, runner = expert_count(hf_config) > 0, info.get("moe_runner_backend")
         refuse(
             experts and (pushes or routes) and runner not in AS_PUSHED,
             f"runs with --moe-runner-backend {runner}, which captures no routes or holds experts otherwise than they are"

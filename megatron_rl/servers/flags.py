@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import FROM_ENGINE, Config
 from megatron_rl.errors import UserError
+from megatron_rl.models.families import family_named
 
 if TYPE_CHECKING:
     from megatron_rl.models.precision import Machine
@@ -82,7 +83,8 @@ def asks_routes(config: Config) -> bool:
 
 def has_experts(model: Mapping[str, Any]) -> bool:
     """True if config.json is of a MoE model."""
-    return any(model.get(name) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
+    family = family_named(model.get("architectures"))
+    return family is not None and family.moe is not None
 
 
 def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) -> None:

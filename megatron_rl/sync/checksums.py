@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.families import EXPERT_LINEARS, FAMILIES, LINEARS, STACKS, stack_of
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     MODULUS,
     PREFIX,
@@ -30,27 +30,15 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
 # -- slots ---------------------------------------------------------------------------------------------------------------
 # Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
 # SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
-# modules: the usual ones stand here, others in the files of their families (`models.families`).
+# modules, which the families have (`models.families`).
 # The scales of FP8 blocks are stacked like the weights that they belong to.
 
 
-_FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-} | {module: slot for family in FAMILIES.values() for module, slot in family.fused.items()}
-_EXPERT = {
-    "gate_proj": ("w13_weight", 0),
-    "up_proj": ("w13_weight", 1),
-    "down_proj": ("w2_weight", 0),
-} | {module: slot for family in FAMILIES.values() for module, slot in family.fused_experts.items()}
-_ALL_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREDICTOR_WEIGHT = ".predictor.weight"
 """The end of the names of route predictors (`megatron_rl_models`)."""
-_ONE_CALL = "fused_qkv_a_proj_with_mqa"
-"""The parameter that SGLang fuses inside a single load_weights call; it forgets a half that comes alone."""
+_IN_ONE_CALL = {linear.stacked_in for linear in LINEARS.values() if linear.in_one_call}
+"""Parameters that SGLang fuses inside a single load_weights call; it forgets a half that comes alone."""
+_SHARED_EXPERTS = tuple({f".{family.moe.shared_experts}" for family in FAMILIES.values() if family.moe})
 
 
 @dataclass(frozen=True)
@@ -75,19 +63,21 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
         return Slot(name)
     if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?", name):
         prefix, expert, module, scale = match.groups()
-        fused, part = _EXPERT.get(module, ("", 0))
-        slot = Slot(f"{prefix}.{fused}{scale or ''}", int(expert), part, parts=2 if fused == "w13_weight" else 1)
-    elif match := re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
-        prefix, module, bias = match.groups()
-        fused = f"{prefix}.{_ALL_EXPERTS[module]}{bias or ''}"
+        if (linear := EXPERT_LINEARS.get(module)) is None:
+            return None
+        fused, parts = f"{prefix}.{linear.stacked_in}{scale or ''}", 2 if linear.stacked_in == "w13_weight" else 1
+        slot = Slot(fused, int(expert), linear.place, parts)
+    elif (found := stack_of(name)) and found[1] in ("", "_bias"):
+        prefix, (module, bias) = name.rpartition(".")[0], found
+        fused = f"{prefix}.{STACKS[module].stacked_in}{bias}"
         slot = Slot(fused, all_experts=True, transposed=not bias and _experts_are_transposed(prefix, parameters))
     elif match := re.fullmatch(r"(.+)\.(\w+)\.(weight|bias|weight_scale_inv)", name):
         prefix, module, kind = match.groups()
-        fused, part = _FUSED.get(module, ("", 0))
-        slot = Slot(f"{prefix}.{fused}.{kind}", part=part)
-        if slot.parameter not in parameters and prefix.endswith(".shared_experts"):
+        linear = LINEARS.get(module)
+        slot = Slot(f"{prefix}.{linear.stacked_in}.{kind}", part=linear.place) if linear else Slot(name)
+        if slot.parameter not in parameters and prefix.endswith(_SHARED_EXPERTS):
             # SGLang may serve the one shared expert as the last routed one.
-            experts = prefix.removesuffix(".shared_experts") + ".experts"
+            experts = prefix.rpartition(".")[0] + ".experts"
             last = parameters.get(f"{experts}.w2_weight", (0,))[0] - 1
             return locate(f"{experts}.{last}.{module}.{kind}", parameters)
     else:
@@ -108,6 +98,10 @@ def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]])
     return parameters[f"{prefix}.w2_weight"][1] == hidden  # w13 is square, so w2 is not
 
 
+def _in_one_call(parameter: str) -> bool:
+    return not _IN_ONE_CALL.isdisjoint(parameter.split("."))
+
+
 def keep_together(
     named_tensors: Iterable[tuple[str, Tensor]], slot_of: Callable[[str], Slot | None]
 ) -> Iterator[list[tuple[str, Tensor]]]:
@@ -115,7 +109,7 @@ def keep_together(
     waiting: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors:
         slot = slot_of(name)
-        if slot is None or _ONE_CALL not in slot.parameter:
+        if slot is None or not _in_one_call(slot.parameter):
             yield [(name, tensor)]
             continue
         group = waiting.setdefault(slot.parameter, [])

@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed.parallel import Interrupt, Ranks, process_group
@@ -31,8 +30,9 @@ from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, tot
 from megatron_rl.models import fp8
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
+from megatron_rl.models.families import expert_count
 from megatron_rl.models.packed import LayerOutputs, PackedBatch
-from megatron_rl.models.parallel_check import expert_count
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.models.value_head import value_head
 from megatron_rl.ops.device import LateChecks
 from megatron_rl.routing.passes import RoutePass, RouterLosses
@@ -625,7 +625,7 @@ def route_shape(model: Model) -> RouteShape | None:
     """Shape of a model's routes; None for a dense one."""
     if not expert_count(model.hf_config):
         return None
-    return EngineRoutes.from_config(model.hf_config.to_dict()).shape
+    return engine_routes(model.hf_config).shape
 
 
 def build_trainer(

@@ -28,13 +28,14 @@ from test_3_models import differences
 
 from benchmarks import slices
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed import parallel
 from megatron_rl.models import fp8
 from megatron_rl.models.experts import FakeQuantizer
-from megatron_rl.models.parallel_check import expert_count, read_hf_config
+from megatron_rl.models.families import expert_count
+from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import TRAIN, this_machine, trainer_recipes
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.objective import LogProbs
@@ -117,7 +118,7 @@ def make_samples(folder: Path, *, routed: bool) -> list[Sequence]:
     samples = layouts.make_samples(SEED, SAMPLES, VOCABULARY)
     hf_config = read_hf_config(folder)
     if routed and expert_count(hf_config):
-        shape, rng = EngineRoutes.from_config(hf_config.to_dict()).shape, np.random.default_rng(SEED)
+        shape, rng = engine_routes(hf_config).shape, np.random.default_rng(SEED)
         for sample in samples:
             sample.routes = random_routes(rng, shape, sample.inputs, missing=0.0)
     return samples

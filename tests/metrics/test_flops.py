@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from megatron_rl.metrics.reduce import figures, merge
-from megatron_rl.models.flops import PEAK_TFLOPS, attended_pairs, forward_flops, layer_windows, sequence_flops
+from megatron_rl.models.flops import PEAK_TFLOPS, attended_pairs, forward_flops, sequence_flops
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 from megatron_rl.report.hardware import per_second
@@ -69,10 +69,10 @@ def test_pairs(window):
 
 def test_windows_of_gpt_oss(tiny_model):
     config = read_hf_config(tiny_model("gpt_oss"))
-    windows = layer_windows(config)
+    shape = Shape.from_config(config)
+    windows = shape.windows
     assert set(windows) == {None, config.sliding_window}
     long = 10 * config.sliding_window
-    shape = Shape.from_config(config)
     pairs = sum(attended_pairs(long, window) for window in windows)
     assert pairs < len(windows) * attended_pairs(long)
     assert sequence_flops(config, [(long, 5)]) == forward_flops(shape, long, 5, pairs)

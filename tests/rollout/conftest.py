@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import ServerConfig
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.distributed.parallel import Ranks
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.over_sampling import FirstGroups
 from megatron_rl.rollout.recover import generate
@@ -96,7 +96,7 @@ class Reference:
 
     def __post_init__(self):
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        self.layout = EngineRoutes.from_config(json.loads((self.folder / "config.json").read_text()))
+        self.layout = engine_routes(read_hf_config(self.folder))
 
     @torch.no_grad()
     def logits(self, tokens) -> torch.Tensor:

@@ -9,11 +9,13 @@ import socket
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from megatron_rl.config import ServerConfig
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.data.trajectory import Trajectory, WeightSpan, load_trajectories, save_trajectories
 from megatron_rl.errors import UserError
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.servers.client import EngineLost, SGLangClient, parse_reply
 from megatron_rl.servers.server import RolloutServer, reserve_port
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
@@ -24,6 +26,12 @@ rng = np.random.default_rng()
 
 def encode(table: np.ndarray) -> str:
     return base64.b64encode(table.astype(np.int32).tobytes()).decode()
+
+
+def hf_config(family: str, **sizes: int) -> PreTrainedConfig:
+    config = FAMILIES[family](Sizes(**sizes))
+    config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
+    return config
 
 
 @pytest.mark.parametrize(
@@ -37,19 +45,20 @@ def encode(table: np.ndarray) -> str:
     ],
 )
 def test_layout_of_each_family(family, expected):
-    assert EngineRoutes.from_config(FAMILIES[family](Sizes()).to_dict()) == expected
+    assert engine_routes(hf_config(family)) == expected
 
 
 def test_layout_of_mixed_dense_and_sparse_layers():
     """transformers: layer i of a Qwen-MoE is sparse where i is not in mlp_only_layers and (i + 1) % step == 0."""
-    config = {"num_hidden_layers": 8, "num_experts": 16, "num_experts_per_tok": 4}
-    layout = EngineRoutes.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    config = hf_config("qwen3_moe", layers=8)
+    config.update({"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    layout = engine_routes(config)
     assert layout.moe_layers == (1, 5, 7)
 
 
-def test_layout_of_a_dense_model_names_what_is_missing():
-    with pytest.raises(UserError, match="n_routed_experts, num_local_experts, num_experts"):
-        EngineRoutes.from_config({"num_hidden_layers": 2})
+def test_a_dense_model_has_no_routes():
+    with pytest.raises(UserError, match="Qwen3ForCausalLM is dense: rollout.routes needs a MoE model"):
+        engine_routes(hf_config("qwen3"))
 
 
 def some_routes(experts: int, shape: tuple[int, int, int]) -> np.ndarray:

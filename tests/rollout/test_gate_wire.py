@@ -80,7 +80,7 @@ def test_a_server_without_gates_says_so_and_what_to_do():
     with pytest.raises(UserError, match="names expert"):
         EngineRoutes(3, (1, 2), 40, 2).decode(encode(ids, gates), 4)
     with pytest.raises(UserError, match="routing.replay_gates and rollout.gates are for 4096 experts"):
-        EngineRoutes.from_config({"num_hidden_layers": 1, "num_experts": 5000, "num_experts_per_tok": 2}, gates=True)
+        EngineRoutes(1, (0,), 5000, 2, gates=True)
 
 
 def test_bytes_without_gates_are_as_they_were():

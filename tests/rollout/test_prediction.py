@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import SyncConfig
-from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
+from megatron_rl.data.engine_routes import EngineRoutes
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.shape import engine_features, engine_routes
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from tests.ranks import nearly_ties
@@ -40,7 +41,7 @@ def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
     """What a server of the family gives with predictors of zero, and after others were pushed by that transport."""
     family, transport = request.param
     folder, logs = tiny_model(family), tmp_path_factory.mktemp(family)
-    layout = EngineRoutes.from_config(json.loads((folder / "config.json").read_text()))
+    layout = engine_routes(read_hf_config(folder))
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
@@ -108,8 +109,8 @@ def test_a_pushed_predictor_routes_as_the_reference_does(served):
 def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
     """The engine's routes against the top-k of its own exported logits and the prediction, which a bf16 sum would lose."""
     folder = tiny_model("gpt_oss", "--dtype", "bfloat16")
-    config = json.loads((folder / "config.json").read_text())
-    layout, features = EngineRoutes.from_config(config), EngineFeatures.from_config(config, torch.bfloat16)
+    config = read_hf_config(folder)
+    layout, features = engine_routes(config), engine_features(config, torch.bfloat16)
     planted = list(plant(folder, seed=1, scale=2e-4).items())
     with RolloutServer(
         folder,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.ranks import run_ranks, without_ties
@@ -68,7 +67,7 @@ def scored(model: str, precision: str, samples: list[Sequence]) -> dict[str, lis
 
 def sample(folder, dtype: str, tmp_path, prompts: int) -> list:
     rng = np.random.default_rng()
-    layout = EngineRoutes.from_config(json.loads((folder / "config.json").read_text()), gates=True)
+    layout = engine_routes(read_hf_config(folder), gates=True)
     questions = [Question(str(i), rng.integers(3, 512, int(rng.integers(4, 30))).tolist()) for i in range(prompts)]
     options = {"routes": True, "gates": True, "pythonpath": [SERVER_PYTHONPATH], "log_path": tmp_path / "log"}
     with RolloutServer(folder, CPU_SERVER, dtype=dtype, context_length=512, **options) as server:

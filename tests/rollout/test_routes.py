@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from megatron_rl.agents.conversation import Conversation
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import SyncConfig
-from megatron_rl.data.engine_routes import EngineFeatures, drop_stale_routes, sampled_by
+from megatron_rl.data.engine_routes import drop_stale_routes, sampled_by
 from megatron_rl.errors import UserError
+from megatron_rl.models.shape import engine_features
 from megatron_rl.routing.table import has_route
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
@@ -140,7 +141,7 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
     """Prompts of several lengths and chunks, two samples each, the second from a cached prefix."""
     push(planted, "planted")
     view = PredictedReference(reference.folder, planted)
-    layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)
+    layout = engine_features(reference.model.config, torch.float32)
     prompts = [Question(str(i), tokens(2, 3 * CHUNK)) for i in range(6)]
     settings = {"samples_per_prompt": 2, "max_new_tokens": 20, "features": layout, "features_from": 3}
     trajectories, _ = collect(client_of(predicted), prompts, SamplingSupport(), **settings)
@@ -237,7 +238,7 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
     """What megatron_rl/data/engine_routes.py says about retraction, and what drop_stale_routes makes of it."""
     versions = {"old": planted, "new": plant(reference.folder, seed=2)}
     views = {name: PredictedReference(reference.folder, predictors) for name, predictors in versions.items()}
-    layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)
+    layout = engine_features(reference.model.config, torch.float32)
     met = []  # requests that a push met half-way; some end by themselves before, or have ended when it comes
     for delay_s in 4 * (0.3, 0.6, 1.2, 0.1):
         push(planted, "old")

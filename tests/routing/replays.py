@@ -12,7 +12,6 @@ from ranks import end_layout
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
 from megatron_rl.config.load import build_config
-from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed import parallel
@@ -20,6 +19,7 @@ from megatron_rl.hooks.predictors import Predictors
 from megatron_rl.hooks.routing_replay import RoutingReplay
 from megatron_rl.metrics.reduce import Metrics, figures
 from megatron_rl.models.router import routers
+from megatron_rl.models.shape import engine_routes
 from megatron_rl.routing.measure import Load
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.replay import ReplayRoutes
@@ -36,7 +36,7 @@ POLICY_LR = 1e-10
 
 
 def shape_of(hf_config) -> RouteShape:
-    return EngineRoutes.from_config(hf_config.to_dict()).shape
+    return engine_routes(hf_config).shape
 
 
 def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, missing: float = 0.1) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from megatron_rl.models.families.family import Family, TinySizes
+from megatron_rl.models.families.family import ATTENTION, MLP, Family, Linear, Moe, TinySizes
 
 
 def _bridge() -> type:
@@ -55,14 +55,39 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
     )
 
 
+def _moe_layers(config: transformers.PreTrainedConfig) -> list[int]:
+    every = getattr(config, "moe_layer_freq", None) or 1
+    return [layer for layer in range(config.first_k_dense_replace, config.num_hidden_layers) if layer % every == 0]
+
+
+def _keep_layers(config: transformers.PreTrainedConfig, kept: list[int]) -> dict[str, Any]:
+    return {"first_k_dense_replace": sum(layer < config.first_k_dense_replace for layer in kept)}
+
+
+_DOWN = "fused_qkv_a_proj_with_mqa"
+_LATENTS = {
+    "q_a_proj": Linear("none", "latents", _DOWN, 0, whole_blocks=True, in_one_call=True),
+    "kv_a_proj_with_mqa": Linear("none", "latents", _DOWN, 1, in_one_call=True),
+    "q_b_proj": Linear("rows", "latents"),
+    "kv_b_proj": Linear("rows", "latents"),
+}
+
 FAMILY = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _bridge,
     _tiny,
     provider=_provider,
+    moe=Moe(
+        experts="n_routed_experts",
+        groups="n_group",
+        shared_size=lambda config: config.moe_intermediate_size * (config.n_shared_experts or 0),
+        layers=_moe_layers,
+        keep_layers=_keep_layers,
+        of_router=("weight", "e_score_correction_bias"),
+    ),
+    linears=MLP | {name: ATTENTION[name] for name in ("q_proj", "o_proj")} | _LATENTS,
     latent_attention=True,
     tied_in_sglang=True,
     few_tokens=16,
-    fused={"q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)},
 )

@@ -2,11 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of attention, an MLP or an expert, in Hugging Face's files: `weight` [out, in], and a `bias` [out]."""
+
+    cut: Literal["rows", "columns", "none"]
+    """What tensor parallelism shares out in SGLang; none: every rank has it whole."""
+    of: Literal["queries", "keys", "channels", "latents"]
+    """What the cut side consists of: query heads, key-value heads, inner channels of an MLP; or neither, but latents."""
+    stacked_in: str = ""
+    """SGLang's parameter that stacks it with others, where it has none of this name."""
+    place: int = 0
+    """Its place there."""
+    whole_blocks: bool = False
+    """True if SGLang wants FP8 blocks to end with it, since another may follow in the same parameter."""
+    in_one_call: bool = False
+    """True if SGLang stacks inside of one call of load_weights, and forgets a part that comes alone."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of the files that holds a linear layer of all experts: X [experts, in, out], and X_bias [experts, out]."""
+
+    stacked_in: str
+    """SGLang's parameter."""
+    channels: Literal["in", "out"]
+    """The side that consists of inner channels."""
+    by_turns: bool = False
+    """True if gate and up of a channel are neighbors."""
+
+
+ATTENTION = {
+    "q_proj": Linear("rows", "queries", "qkv_proj", 0),
+    "k_proj": Linear("rows", "keys", "qkv_proj", 1, whole_blocks=True),
+    "v_proj": Linear("rows", "keys", "qkv_proj", 2, whole_blocks=True),
+    "o_proj": Linear("columns", "queries"),
+}
+MLP = {
+    "gate_proj": Linear("rows", "channels", "gate_up_proj", 0, whole_blocks=True),
+    "up_proj": Linear("rows", "channels", "gate_up_proj", 1, whole_blocks=True),
+    "down_proj": Linear("columns", "channels"),
+}
+
+
+def expert_linears(gate: str, up: str, down: str) -> dict[str, Linear]:
+    """The three linear layers of an expert, under these names."""
+    return {
+        gate: Linear("rows", "channels", "w13_weight", 0, whole_blocks=True),
+        up: Linear("rows", "channels", "w13_weight", 1, whole_blocks=True),
+        down: Linear("columns", "channels", "w2_weight", 0),
+    }
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Layers with experts: what config.json says of them, by which keys, and the names of their weights in files."""
+
+    experts: str = "num_experts"
+    """Key: number of routed experts."""
+    topk: str = "num_experts_per_tok"
+    """Key: experts of a token."""
+    intermediate: str = "moe_intermediate_size"
+    """Key: inner size of one expert."""
+    groups: str = ""
+    """Key: number of groups of neighboring experts, among which a token chooses first; empty: there are none."""
+    shared_size: Callable[[PreTrainedConfig], int] = lambda config: 0
+    """Returns the inner size of all shared experts together."""
+    layers: Callable[[PreTrainedConfig], Sequence[int]] = lambda config: range(config.num_hidden_layers)
+    """Returns the layers that have experts."""
+    keep_layers: Callable[[PreTrainedConfig, list[int]], dict[str, Any]] = lambda config, kept: {}
+    """Returns keys of config.json that change where these layers alone are kept."""
+    block: str = "mlp"
+    """Module of a layer that holds router and experts."""
+    router: str = "gate"
+    """Module in it of the router."""
+    of_router: tuple[str, ...] = ("weight",)
+    """Tensors of the router, each with a row for each expert."""
+    shared_experts: str = "shared_experts"
+    """Module in it of the shared experts."""
+    linears: Mapping[str, Linear] = field(default_factory=lambda: expert_linears("gate_proj", "up_proj", "down_proj"))
+    """Linear layers of one expert, by their names in `experts.N`."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """Tensors of all experts, by their names in `experts`, where the files hold these."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +149,10 @@ class Family:
     """Config of a tiny model, for tests."""
     provider: Callable[[], type] | None = None
     """Returns Megatron-Bridge's provider class where it is not GPTModelProvider."""
+    moe: Moe | None = None
+    """Its experts; None: a dense model."""
+    linears: Mapping[str, Linear] = field(default_factory=lambda: ATTENTION | MLP)
+    """Linear layers outside of experts, by their names in files."""
 
     # What the layers have: weights and norms that config.json does not tell of.
     qk_norm: Literal["none", "head", "heads"] = "none"
@@ -75,8 +163,8 @@ class Family:
     """True if queries, keys and values have biases; None: `attention_bias` of config.json says so."""
     bias: bool | None = None
     """True if the other linear layers, experts among them, have biases; None: `mlp_bias` of config.json says so."""
-    sinks: bool = False
-    """True if attention has a learned sink for each head."""
+    sinks: str = ""
+    """Tensor in files, beside attention's linear layers, with a learned sink for each query head; empty: there are none."""
     router_bias: bool = False
     """True if the router's product has a bias. Biases for balance are none: they are buffers."""
 
@@ -98,11 +186,3 @@ class Family:
     """Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later."""
     width_from_hidden: bool = False
     """True if transformers or SGLang read a head's width off the number of heads."""
-
-    # Names of weights in files.
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names in files -> in transformers."""
-    fused: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Modules that SGLang stacks in one parameter beyond the usual ones: name -> parameter and order."""
-    fused_experts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Modules of an expert, beyond the usual names -> SGLang's parameter and order."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from megatron_rl.models.families.family import Family, TinySizes
+from megatron_rl.models.families.family import Family, Moe, Stack, TinySizes
 
 
 def _bridge() -> type:
@@ -69,8 +69,15 @@ FAMILY = Family(
     "gpt_oss",
     _bridge,
     _tiny,
+    moe=Moe(
+        experts="num_local_experts",
+        intermediate="intermediate_size",
+        router="router",
+        of_router=("weight", "bias"),
+        stacks={"gate_up_proj": Stack("w13_weight", "out", by_turns=True), "down_proj": Stack("w2_weight", "in")},
+    ),
     bias=True,
-    sinks=True,
+    sinks="sinks",
     router_bias=True,
     rope_types=("yarn",),
     unsupported=_unsupported,

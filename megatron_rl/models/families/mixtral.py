@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from megatron_rl.models.families.family import Family, TinySizes
+from megatron_rl.models.families.family import Family, Moe, TinySizes, expert_linears
 
 
 def _bridge() -> type:
@@ -83,7 +83,11 @@ FAMILY = Family(
     "mixtral",
     _bridge,
     _tiny,
+    moe=Moe(
+        experts="num_local_experts",
+        intermediate="intermediate_size",
+        block="block_sparse_moe",
+        linears=expert_linears(gate="w1", up="w3", down="w2"),
+    ),
     width_from_hidden=True,
-    renamed={"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
-    fused_experts={"w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)},
 )

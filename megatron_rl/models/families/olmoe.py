@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from megatron_rl.models.families.family import Family, TinySizes
+from megatron_rl.models.families.family import Family, Moe, TinySizes
 
 
 def _bridge() -> type:
@@ -57,5 +57,12 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
 
 
 FAMILY = Family(
-    "OlmoeForCausalLM", "olmoe", _bridge, _tiny, provider=_provider, qk_norm="heads", width_from_hidden=True
+    "OlmoeForCausalLM",
+    "olmoe",
+    _bridge,
+    _tiny,
+    provider=_provider,
+    moe=Moe(intermediate="intermediate_size"),
+    qk_norm="heads",
+    width_from_hidden=True,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 
-from megatron_rl.models.families.family import Family, TinySizes
+from megatron_rl.models.families.family import Family, Moe, TinySizes
 
 
 def _bridge() -> type:
@@ -19,4 +21,21 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
     )
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _bridge, _tiny, qk_norm="head")
+def _moe_layers(config: transformers.PreTrainedConfig) -> list[int]:
+    dense, every = config.mlp_only_layers or (), config.decoder_sparse_step
+    return [layer for layer in range(config.num_hidden_layers) if layer not in dense and (layer + 1) % every == 0]
+
+
+def _keep_layers(config: transformers.PreTrainedConfig, kept: list[int]) -> dict[str, Any]:
+    moe = _moe_layers(config)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [new for new, old in enumerate(kept) if old not in moe]}
+
+
+FAMILY = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _bridge,
+    _tiny,
+    moe=Moe(layers=_moe_layers, keep_layers=_keep_layers),
+    qk_norm="head",
+)

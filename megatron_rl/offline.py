@@ -45,7 +45,7 @@ def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[
     while run.step < run.config.steps and not run.stop_requested():
         with clock("train"):
             learned = learn()
-        run.step += 1
+        run.end_step()
         with clock("eval"):
             if run.due(run.config.eval.every):
                 look()

@@ -27,7 +27,7 @@ def serve_agent(config: Config) -> None:
     rollout = replace(config.rollout, program="openai_agent", request_timeout_s=1e9)
     with Run(replace(config, agent=agent, rollout=rollout), kind="sample") as run, Engine(run) as engine:
         assert isinstance(run.program, OpenAIAgents)
-        run.program.function = _Served(run)
+        run.program.set_function(_Served(run))
         engine.join()
         prompts = [Prompt("by hand", "")]
         trajectories = engine.ask(prompts, run.support, samples=1, seed="serve-agent")

@@ -55,7 +55,7 @@ def train(config: Config) -> None:
                         updates.append(trainer.update(rollout_batch[part], objective, place))
                         if updates[-1].ends_batch:
                             break
-            run.step += 1
+            run.end_step()
 
             with clock("sync"):
                 drift = measure(trainer, [*chain(*samples)], config.sync.refresh)

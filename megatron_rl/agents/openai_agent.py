@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, override
@@ -48,16 +49,21 @@ class OpenAIAgents(Agents):
             raise UserError(
                 "config: rollout.program: openai_agent needs agent.function: module:name, a function (prompt, base_url)"
             )
+        super().__init__(config, tokenizer, task, ranks)
+        self.set_function(function)
+        self.endpoint = Endpoint()
+        ranks.leaders_do(lambda: self._begin(own=not name))
+
+    def set_function(self, function: Callable[..., Any]) -> None:
+        """Call this one for each sample. Errors: UserError where it does not take a prompt and a base URL."""
         self.function = function
         try:
-            signature = inspect.signature(self.function)
+            signature = inspect.signature(function)
             self.posts = "reward_url" in signature.parameters
             signature.bind(None, "", **({"reward_url": ""} if self.posts else {}))
         except (TypeError, ValueError) as error:
+            name = self.config.agent.function
             raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
-        super().__init__(config, tokenizer, task, ranks)
-        self.endpoint = Endpoint()
-        ranks.leaders_do(lambda: self._begin(own=not name))
 
     def _begin(self, *, own: bool) -> None:
         assert self.toolbox is not None  # of a leader

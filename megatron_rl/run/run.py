@@ -375,6 +375,10 @@ class Run:
         self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
         return self.current_clock
 
+    def end_step(self) -> None:
+        """Count a step, whose updates are done."""
+        self.step += 1
+
     def record_idle(self, steps: int) -> None:
         """Note how many of the last steps learned nothing."""
         self.idle_steps = steps

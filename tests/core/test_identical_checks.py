@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
 
 NO_GPU = Machine(None, None, None, None)
-HF_CONFIG = transformers.Qwen3MoeConfig(num_experts=4)
+HF_CONFIG = transformers.Qwen3MoeConfig(num_experts=4, architectures=["Qwen3MoeForCausalLM"])
 FINE = {"precision": {"identical": True, "train": "fp32", "rollout": "fp32"}}
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.cli import main
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models import fp8
+from megatron_rl.models import families, fp8
 from megatron_rl.models.convert import convert
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
 
@@ -87,6 +87,14 @@ def test_which_tensors_are_quantized_in_every_family(tmp_path):
         kinds = r"norm\.weight|embed_tokens|lm_head|(gate|router)\.weight|sinks|experts\.(gate_up|down)_proj$"
         assert all(re.search(kinds, name) for name in kept), (family, kept)
     assert not fp8.is_quantized("model.layers.0.mlp.gate.predictor.weight")
+
+
+def test_two_families_that_disagree_on_a_name_are_told():
+    """A stream of tensors names no family, so that a name means the same in all of them."""
+    with pytest.raises(ValueError, match="two model families disagree on down_proj"):
+        families.together(
+            [families.FAMILIES["Qwen3ForCausalLM"].linears, {"down_proj": families.Linear("rows", "latents")}]
+        )
 
 
 def test_a_stream_of_pairs_and_a_simulated_one():

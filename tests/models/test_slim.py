@@ -9,9 +9,11 @@ import pytest
 import torch
 from models.test_convert import read_folder
 
-from megatron_rl.compression.structured_pruning import Kept, Sizes, remove_parts
+from megatron_rl.compression.structured_pruning import Kept, Sizes, new_config, remove_parts
 from megatron_rl.errors import UserError
+from megatron_rl.models.families import moe_layers
 from megatron_rl.models.hf_folder import write_weights
+from megatron_rl.models.parallel_check import read_hf_config
 
 
 @pytest.fixture
@@ -119,3 +121,18 @@ def test_what_is_not_of_the_model_as_it_is_trained(tiny_model, tmp_path):
         with pytest.raises(UserError, match=problem):
             remove_parts(folder, folder / "out", Kept(layers=[0, 1]), Sizes(layers=2))
         assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_dense_layers_among_those_with_experts_stay_what_they_are(family, tiny_model, tmp_path, rng):
+    source, layers = tmp_path / "hf", sorted(rng.sample(range(6), 4))
+    source.mkdir()
+    config = json.loads((tiny_model(family) / "config.json").read_text()) | {"num_hidden_layers": 6}
+    config |= (
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3]} if family == "qwen3_moe" else {"first_k_dense_replace": 2}
+    )
+    (source / "config.json").write_text(json.dumps(config))
+    before = moe_layers(read_hf_config(source))
+    config |= new_config(source, Sizes(layers=4), layers)
+    (source / "config.json").write_text(json.dumps(config))
+    assert moe_layers(read_hf_config(source)) == tuple(layers.index(layer) for layer in layers if layer in before)

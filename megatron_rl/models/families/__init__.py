@@ -43,7 +43,8 @@ def _families() -> dict[str, Family]:
     return {family.architecture: family for family in found}
 
 
-def _together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+def together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """One table of several, which may say a thing twice but not in two ways. Errors: ValueError."""
     found: dict[str, Entry] = {}
     for table in tables:
         for name, entry in table.items():
@@ -55,11 +56,11 @@ def _together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> 
 FAMILIES: dict[str, Family] = _families()
 """Hugging Face's architecture -> family."""
 _MOES = [family.moe for family in FAMILIES.values() if family.moe]
-LINEARS: dict[str, Linear] = _together(family.linears for family in FAMILIES.values())
+LINEARS: dict[str, Linear] = together(family.linears for family in FAMILIES.values())
 """Linear layers outside of experts, of all families, by their names in files: a stream of tensors names no family."""
-EXPERT_LINEARS: dict[str, Linear] = _together(moe.linears for moe in _MOES)
+EXPERT_LINEARS: dict[str, Linear] = together(moe.linears for moe in _MOES)
 """Linear layers of one expert."""
-STACKS: dict[str, Stack] = _together(moe.stacks for moe in _MOES)
+STACKS: dict[str, Stack] = together(moe.stacks for moe in _MOES)
 """Tensors that hold a linear layer of all experts."""
 _STACK = re.compile(rf".+\.experts\.({'|'.join(STACKS)})(_\w+)?")
 

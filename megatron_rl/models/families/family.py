@@ -14,9 +14,9 @@ class Linear:
     """A linear layer of attention, an MLP or an expert, in Hugging Face's files: `weight` [out, in], and a `bias` [out]."""
 
     cut: Literal["rows", "columns", "none"]
-    """What tensor parallelism shares out in SGLang; none: every rank has it whole."""
+    """The side that tensor parallelism shares out in SGLang; none: every rank has it whole."""
     of: Literal["queries", "keys", "channels", "latents"]
-    """What the cut side consists of: query heads, key-value heads, inner channels of an MLP; or neither, but latents."""
+    """Parts of the cut side: query heads, key-value heads, inner channels of an MLP; or neither, but latents."""
     stacked_in: str = ""
     """SGLang's parameter that stacks it with others, where it has none of this name."""
     place: int = 0

@@ -14,8 +14,8 @@ from megatron_rl.models.flops import PEAK_TFLOPS, attended_pairs, forward_flops,
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 from megatron_rl.report.hardware import per_second
+from tools.make_tiny_model import FAMILIES
 
-FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", "llama")
 TOKENS = 40
 
 

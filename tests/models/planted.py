@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.models.families import FAMILIES
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 LAYERS, EXPERTS, WIDTH, EXPERT_WIDTH = 4, 8, 96, 48
 IDLE_LAYERS = 2
 DEAD_EXPERTS, DEAD_CHANNELS, DEAD_INNER = 4, 20, 18
-HEADLESS = ("mixtral", "olmoe", "deepseek_v3")
+HEADLESS = [f.model_type for f in FAMILIES.values() if f.latent_attention or f.width_from_hidden]
 """Families whose heads cannot be pruned."""
-DENSE = ("qwen3", "llama")
+DENSE = [f.model_type for f in FAMILIES.values() if f.moe is None]
 WITH_DENSE_LAYERS = (*DENSE, "deepseek_v3")
 
 

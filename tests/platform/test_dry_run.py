@@ -21,6 +21,7 @@ sys.path.insert(0, str(REPOSITORY))
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from megatron_rl.config import ServerConfig  # noqa: E402
+from megatron_rl.models.families import moe_layers  # noqa: E402
 from megatron_rl.models.precision import Machine  # noqa: E402
 from megatron_rl.servers.own_environment import find_python  # noqa: E402
 from megatron_rl.servers.server import RolloutServer  # noqa: E402
@@ -51,8 +52,9 @@ class Case:
 
     @property
     def moe_layers(self) -> list[int]:
-        layers = range(self.sizes.layers)
-        return list({"qwen3": [], "llama": [], "deepseek_v3": layers[1:]}.get(self.family, layers))
+        config = FAMILIES[self.family](self.sizes)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        return list(moe_layers(config))
 
     def arguments(self, folder: Path) -> list[str]:
         """The server's command line of a trainer on that machine, from SGLang's first flag on."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.models import families
 from tests.preloaded import PYTHON_WITH_PACKAGES
 
-FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3", "llama")
-DENSE = ("qwen3", "llama")
+FAMILIES = [family.model_type for family in families.FAMILIES.values()]
+ROUTED = [family.model_type for family in families.FAMILIES.values() if family.moe]
 CHILD = Path(__file__).with_name("on_fake_gpu.py")
 needs_te = pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs Transformer Engine")
 
@@ -61,7 +62,7 @@ def test_so_does_every_part_of_one_on_a_rank(built, family):
     assert any("linear_qkv" in n or "linear_q_proj" in n for n in smaller)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DENSE])
+@pytest.mark.parametrize("family", ROUTED)
 def test_each_experts_parameters_are_found(built, family):
     layers = built[family]["one"]["experts"]
     assert set(layers) == ({"1"} if family == "deepseek_v3" else {"0", "1"})
@@ -72,7 +73,7 @@ def test_each_experts_parameters_are_found(built, family):
     assert {len(s) for found in built[family]["two"]["experts"].values() for s in found.values()} == {4}
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DENSE])
+@pytest.mark.parametrize("family", ROUTED)
 def test_experts_are_grouped_where_transformer_engine_is(built, family):
     found, te = built[family]["one"], built["te"]
     assert found["expert_module"] == (["TEGroupedMLP"] if te else ["GroupedExperts"])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import FROM_ENGINE, Config
 from megatron_rl.errors import UserError
-from megatron_rl.models.families import family_named
 
 if TYPE_CHECKING:
     from megatron_rl.models.precision import Machine
@@ -83,6 +82,8 @@ def asks_routes(config: Config) -> bool:
 
 def has_experts(model: Mapping[str, Any]) -> bool:
     """True if config.json is of a MoE model."""
+    from megatron_rl.models.families import family_named  # brings torch, which the first checks do without
+
     family = family_named(model.get("architectures"))
     return family is not None and family.moe is not None
 

@@ -15,7 +15,6 @@ import copy
 import importlib.metadata
 import io
 import re
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.families import Moe, family_of, is_classifier
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 
 # -- int4 ----------------------------------------------------------------------------------------------------------------
@@ -208,23 +207,17 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
     # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
     # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
     # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
-    partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
+    layers = _Layers(model)
     router = (family_of(model.config).moe or Moe()).router
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        if form == "fp8_tensor":
-            plain_ones = ["lm_head", f"*.{router}", *(f"*layers.{layer}.*" for layer in keep_layers)]
-            settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
-        else:
-            plain_ones = ["lm_head", rf"re:.*\.{router}$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
-            settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
+    if form == "fp8_tensor":
+        plain_ones = ["lm_head", f"*.{router}", *(f"*layers.{layer}.*" for layer in keep_layers)]
+        settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
+    else:
+        plain_ones = ["lm_head", rf"re:.*\.{router}$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
+        settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
+    with whole_folder(out) as partial:
         copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
         write_weights(partial, tensors)
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:
@@ -278,8 +271,6 @@ def _share_scales(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Quantizer of a weight of a file."""
-
     weights: Any
     inputs: Any
     rows: slice
@@ -287,8 +278,6 @@ class _Layer:
 
 
 class _Layers:
-    """The quantizers of a model by the names of files."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
         self._moe = family_of(model.config).moe or Moe()

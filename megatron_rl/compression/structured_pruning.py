@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.families import STACKS, Family, Moe, Stack, family_of, stack_of
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 
@@ -63,17 +62,9 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
     """
     check_weight_files(source)
     config: Any = read_hf_config(source)
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole_folder(out, replace=True) as partial:
         copy_metadata(source, partial, config.dtype or torch.float32, new_config(source, sizes, kept.layers))
         write_weights(partial, cut(read_weights(source), config, kept))
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str, Any]:
@@ -182,7 +173,6 @@ def _take(tensor: Tensor, dim: int, places: list[int] | None) -> Tensor:
 def _stacked(
     tensor: Tensor, stack: Stack, bias: bool, experts: list[int] | None, channels: list[list[int]] | None
 ) -> Tensor:
-    """All experts of a layer in one tensor."""
     chosen = range(len(tensor)) if experts is None else experts
     if channels is None or (stack.channels == "in" and bias):
         return tensor[list(chosen)]

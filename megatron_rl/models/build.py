@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +43,7 @@ from megatron_rl.models.adapters import (
 )
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
 from megatron_rl.models.families import CLASSIFIER, architecture, expert_count, family_of, is_classifier
-from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
+from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, whole_folder, write_weights
 from megatron_rl.models.identical_layers import set_batch_invariant
 from megatron_rl.models.parallel_check import one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
@@ -274,7 +273,6 @@ class Model:
         )
 
     def _classifier(self) -> dict[str, Any]:
-        """Entries of config.json for a model with a value head."""
         name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
         pad, ends = (getattr(self.hf_config, f"{which}_token_id", None) for which in ("pad", "eos"))
         if pad is not None and pad in (ends if isinstance(ends, list) else [ends]) and self.pooling == "last":
@@ -319,21 +317,16 @@ class Model:
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
-        partial = out.with_name(out.name + ".partial")
         tensors = wrap(self.export_hf_weights(chunks, plan))
 
         def save() -> None:
             try:
                 if dist.get_rank() > 0:
                     return
-                shutil.rmtree(partial, ignore_errors=True)
-                self.save_hf_metadata(partial)
-                write_weights(partial, tensors, shard_bytes)
-                complete(partial)
-                shutil.rmtree(out, ignore_errors=True)
-                partial.rename(out)
-            except OSError as error:
-                raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+                with whole_folder(out, replace=True) as partial:
+                    self.save_hf_metadata(partial)
+                    write_weights(partial, tensors, shard_bytes)
+                    complete(partial)
             finally:
                 for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
                     pass
@@ -433,7 +426,6 @@ def load(
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Name the folder in what is said of its weights."""
     try:
         yield
     except IncompleteWeights as error:
@@ -441,7 +433,6 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: what a frozen embedding puts out begins a graph."""
     return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
 
@@ -461,7 +452,6 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
 def _set_kernels(
     config: GPTModelProvider, recipe: PrecisionRecipe, recompute: Literal["none", "selective", "full"], plain: bool
 ) -> None:
-    """Set precision, recomputation, and the fusions that this machine has."""
     gpu = torch.cuda.is_available()
     config.params_dtype = config.pipeline_dtype = config.autocast_dtype = recipe.dtype
     config.bf16, config.fp16 = recipe.dtype == torch.bfloat16, False

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
 from megatron_rl.report import charts as vega
-from megatron_rl.report.charts import SECTIONS, Chart
+from megatron_rl.report.charts import Chart, charts_of
 from megatron_rl.report.run_folder import (
     RunLog,
     before_after,
@@ -60,7 +60,7 @@ def report_command(folders: Sequence[Path]) -> None:
     print(f"report: {page}")
 
 
-def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str | None = None) -> Path:
+def write_report(run_dirs: Path | str | Sequence[Path | str]) -> Path:
     """Write the page and return its path: report.html in the run's folder, or beside the first of several runs.
 
     Errors: UserError where a folder holds no run, or the page cannot be written.
@@ -71,9 +71,10 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
-    path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
+    path = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     hidden = repeated([run.lines for run in runs])
-    sections = {name: _section(runs, hidden, name, charts) for name, charts in SECTIONS.items()}
+    charts = charts_of(dict.fromkeys(metric for run in runs for metric in run.metrics))
+    sections = {name: _section(runs, hidden, name, found) for name, found in charts.items()}
     cards = [asdict(card) for section in sections.values() for card in section["cards"]]
     page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     page.filters |= {"short": _short, "shortened": _shortened}
@@ -124,7 +125,6 @@ def _shortened(text: object) -> str:
 
 
 def _facts(run: RunLog) -> list[str]:
-    """The config in one line."""
     facts = [
         Path(str(run.setting("model.path", ""))).name,
         run.setting("data.task", ""),
@@ -168,8 +168,6 @@ def _tiles(run: RunLog) -> list[tuple[str, float | None, float, str, float]]:
 
 
 def _differences(runs: list[RunLog]) -> dict[str, list[Any]]:
-    """{config key: its value in each run} where they differ."""
-
     def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         parts = (flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v} for k, v in tree.items())
         return {key: value for part in parts for key, value in part.items()}
@@ -235,12 +233,13 @@ def _card(chart: Chart, series: list[Series], *, apart: bool) -> Card:
     legend = list(zip(labels, colors, strict=True))
     if chart.kind == "areas":
         return Card(chart.title, chart.note, vega.areas(found, colors), legend, chart.unit, wide=True)
-    spec = vega.lines(found, colors, log=chart.log, reach=chart.reach, marks=chart.kind == "points", apart=apart)
+    values = [value for points_of in found for _, value in points_of]
+    log = 0 < 100 * min(values) <= max(values) if chart.log is None else chart.log
+    spec = vega.lines(found, colors, log=log, reach=chart.reach, marks=chart.kind == "points", apart=apart)
     return Card(chart.title, chart.note, spec, legend, chart.unit)
 
 
 def _probability_cards(runs: list[RunLog]) -> list[Card]:
-    """|d log p| against p of each run; none where nothing was logged."""
     labels = ("mean |d|", "largest |d|", "bound 2 e (1 - p)", "mean of engine - trainer (filled: above 0)")
     legend = [(label, vega.color(i)) for label, i in zip(labels, (0, 4, 1, 2), strict=True)]
     cards = []
@@ -254,7 +253,6 @@ def _probability_cards(runs: list[RunLog]) -> list[Card]:
 
 
 def _routing_cards(runs: list[RunLog]) -> list[Card]:
-    """Deviation tails and heat maps; none where nothing was logged."""
     cards, when = [], "; mean of the last quarter of the steps"
     colors = {run.name: vega.color(i) for i, run in enumerate(runs)}
     if tails := {run.name: shares for run in runs if (shares := deviation_tails(run.lines))}:

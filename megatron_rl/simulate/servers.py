@@ -221,10 +221,10 @@ class Servers:
         while any(self._open.values()):
             self._next(math.inf, computing=False)
 
-    def pass_time(self, seconds: float, *, computing: bool = True) -> None:
-        """Go on for so many seconds of work; computing: the trainer does too."""
+    def pass_time(self, seconds: float) -> None:
+        """Go on for so many seconds of the trainer's work."""
         until = self.now + seconds
-        while self._next(until, computing=computing):
+        while self._next(until, computing=True):
             pass
 
     def pause(self) -> None:
@@ -274,7 +274,6 @@ class Servers:
         self.now, self.wall = now, self.wall + wall
 
     def _end(self, index: int) -> set[int]:
-        """Servers at which something has changed."""
         server, touched = self._servers[index], {index}
         ended = server.end(self.now)
         self._running -= len(ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
@@ -25,12 +24,12 @@ from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed.parallel import Interrupt, Ranks, process_group
-from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
 from megatron_rl.models import fp8
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.families import expert_count
+from megatron_rl.models.hf_folder import whole_folder
 from megatron_rl.models.packed import LayerOutputs, PackedBatch
 from megatron_rl.models.shape import engine_routes
 from megatron_rl.models.value_head import value_head
@@ -375,7 +374,6 @@ class Trainer:
             hook.after_reduction()
 
     def _router_losses(self, batch: Batch, weight: float) -> RouterLosses | None:
-        """Record of the routers' losses in a micro-batch; None of a dense model."""
         if not expert_count(self.model.hf_config):
             return None
         settings = self.chunks[0].config
@@ -418,7 +416,6 @@ class Trainer:
             hook.after_pass(stage)
 
     def _run(self, asked: ModelPass) -> list[Result | None]:
-        """Results of the objective, one a micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
         if self.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
@@ -572,7 +569,6 @@ class Trainer:
         return dict(zip(mine, to_integers([*mine.values()]), strict=True))
 
     def _exported(self) -> list[WeightConversionTask]:
-        """The parameters as they are."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         if self._export_plan is None:
@@ -592,14 +588,8 @@ class Trainer:
         tensors = self.model.gather_adapters(self.chunks)
 
         def write() -> None:
-            partial = out.with_name(out.name + ".partial")
-            try:
-                shutil.rmtree(partial, ignore_errors=True)
+            with whole_folder(out, "adapter folder", replace=True) as partial:
                 self.model.write_adapters(tensors, partial)
-                shutil.rmtree(out, ignore_errors=True)
-                partial.rename(out)
-            except OSError as error:
-                raise UserError(f"adapter folder {out}: could not be written ({error.strerror or error})") from None
 
         self.ranks.main_does(write)
 

@@ -23,9 +23,9 @@ class Optimizer:
     classes: tuple[str, ...]
     """Names of classes whose state is made here for a checkpoint; that of others Megatron makes."""
     counts_steps: bool
-    """Whether these keep a count of steps for each weight, `step`."""
+    """True if these keep a count of steps for each weight, `step`."""
     sharded: bool
-    """Whether Megatron's distributed optimizer takes it."""
+    """True if Megatron's distributed optimizer takes it."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {

@@ -76,7 +76,7 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """Mean over all tokens of the update; over sequences of each one's token mean; or over sequences of each one's token sum /
     rollout.max_new_tokens, a constant (Dr. GRPO, with advantage: dr_grpo; verl's seq-mean-token-sum-norm)."""
-    target_kl: PositiveFloat | None = None
+    target_kl: Annotated[PositiveFloat | None, only_with_any("batch.epochs", "batch.updates_per_step")] = None
     """Early stopping: an update whose pass finds the policy further than this from the one that the step began with
     (loss/old_kl, nats per token) is left out, and with it the step's later ones. null: all are done. (kl.target is another
     thing.)"""
@@ -187,11 +187,11 @@ class DistillationConfig:
     placement: Literal["loss", "advantage"] = "loss"
     """loss: the divergence of both whole distributions at each token, computed in chunks. advantage (train): log teacher - log
     policy of the sampled token is added to its advantage, so that updates lower the reverse KL."""
-    direction: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    direction: Annotated[Literal["forward", "reverse", "jensen_shannon"], only_with(".placement", "loss")] = "forward"
     """loss: forward is KL(teacher || model); reverse is KL(model || teacher); jensen_shannon is both to their mixture (GKD)."""
-    mix: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    mix: Annotated[float, Field(gt=0, lt=1), only_with(".direction", "jensen_shannon")] = 0.5
     """jensen_shannon: the teacher's weight in the mixture."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, only_with(".placement", "loss")] = 1.0
     """loss: what the logits of both are divided by. The divergence counts times its square (Hinton et al. 2015)."""
     coefficient: NonNegativeFloat = 1.0
     """Weight of what the teacher says."""
@@ -218,7 +218,7 @@ class PruningConfig:
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
     engine_rho: Annotated[Annotated[float, Field(gt=0, le=1)] | None, only_with(".enabled")] = None
     """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""
-    measure: bool = False
+    measure: Annotated[bool, not_with(".enabled")] = False
     """Without enabled: log mismatch/kl_safe, of the sampled tokens that rho would leave in the trainer's set."""
 
 

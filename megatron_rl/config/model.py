@@ -97,13 +97,17 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
     """Optimizer updates until the end of the decay; by default all updates of the run."""
-    cpu_offload: Annotated[Fraction, only_with(".name", "adam")] = 0.0
+    cpu_offload: Annotated[Fraction, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
+        0.0
+    )
     """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
     by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
-    precision_aware: Annotated[bool, only_with(".name", "adam")] = False
+    precision_aware: Annotated[bool, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
+        False
+    )
     """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
     bytes a parameter instead of 12."""
-    moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam")] = "fp32"
+    moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam"), only_with(".precision_aware")] = "fp32"
     """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
@@ -125,7 +129,7 @@ class ParallelConfig:
     must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, only_with(".distributed_optimizer", True)] = False
     """Gather the sharded weights during the next forward, layer by layer, instead of after the optimizer's step."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait in a collective before the run stops."""
@@ -175,12 +179,12 @@ class PruneConfig:
     sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"
     """Zeros among the weights that stay: unstructured: a share ratio of each row; N:M such as 2:4: all but N of every M
     neighbors along a layer's input."""
-    method: Literal["magnitude", "wanda", "sparsegpt"] = "wanda"
+    method: Annotated[Literal["magnitude", "wanda", "sparsegpt"], only_with(".sparsity", example="'2:4'")] = "wanda"
     """Which weights become zero. magnitude: the smallest; wanda: those of the smallest |W| x norm of their input; sparsegpt:
     those whose loss the others can make up for best, and these then do."""
-    ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    ratio: Annotated[float, Field(gt=0, lt=1), only_with(".sparsity", "unstructured")] = 0.5
     """unstructured: share of the weights that become zero."""
-    targets: list[str] = dataclasses.field(default_factory=list)
+    targets: Annotated[list[str], only_with(".sparsity", example="'2:4'")] = dataclasses.field(default_factory=list)
     """Weights that get zeros: patterns as of model.freeze; empty: all linear layers of attention, MLPs and experts."""
 
 

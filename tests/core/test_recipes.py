@@ -15,8 +15,9 @@ from models.test_sizes import MODELS
 
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.checks.eval_sets import eval_sets
-from megatron_rl.checks.keys import check_memory_savers
+from megatron_rl.checks.key_rules import MEMORY
 from megatron_rl.checks.memory_plan import GB, estimate
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config import Config, DataConfig
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError
@@ -51,7 +52,7 @@ def test_it_fits(name):
     assert config.name == name
     found = estimate(config, MODELS[model], gpus)
     assert found.fits(memory * GB), f"{found.usage.total / GB:.1f} GB"
-    check_memory_savers(config, Machine((9, 0), None, None, "13.0"))
+    refuse(config, *MEMORY, machine=Machine((9, 0), None, None, "13.0"))
     text = (CONFIGS / f"{name}.yaml").read_text()
     said = re.search(r"weights ([\d.]+), gradients ([\d.]+), optimizer ([\d.]+), at most ([\d.]+) in all", text)
     kinds = [found.usage.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer")]
@@ -208,7 +209,7 @@ def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
     sets = {name: replace(one, path=str(rows)) for name, one in config.eval.sets.items()}
     config = replace(config, eval=replace(config.eval, sets=sets))
     form, _ = made(config, tmp_path, file.stem, "train")
-    for one in eval_sets(config, "train", form):
+    for one in eval_sets(config.data, config.eval, config.rollout, config.rewards, "train", form):
         assert len(one.prompts) == 4 and one.samples == config.eval.samples
         right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
         assert right[0]["correct"] == 1.0

@@ -45,6 +45,8 @@ FAST = (
 """Files of these folders that take seconds."""
 LONG = (
     "algorithms/test_against_verl.py",
+    "csrc/test_cuda_masked_log_softmax.py::test_planted_bugs_are_caught",
+    "csrc/test_cuda_sink_attention.py::test_planted_bugs_are_caught",
     "csrc/test_sanitizers.py",
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
@@ -53,14 +55,19 @@ LONG = (
     "e2e/test_certify.py::test_families_on_one_process_and_on_two_tensor_parallel_ranks",
     "e2e/test_certify.py::test_layouts_are_equal_to_one_process",
     "e2e/test_certify.py::test_trainer_and_engine_are_equal_in_bf16",
+    "e2e/test_fleet.py::test_a_run_outlives_its_servers[True]",
     "e2e/test_fleet.py::test_servers_behind_a_router",
     "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",
     "e2e/test_preference_commands.py::test_adapters_learn_preferences[dpo]",
     "e2e/test_preference_commands.py::test_ppo_by_adapters_leaves_all_else",
     "e2e/test_recovery.py::test_full_disk_is_one_clear_error_and_costs_no_checkpoint",
+    "e2e/test_train.py::test_so_does_one_that_is_started_as_users_do",
     "e2e/test_train_vp2o.py::test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest",
     "e2e/test_two_leaders.py",
+    "environments/test_human_eval.py::test_human_eval[False-164]",
+    "environments/test_human_eval.py::test_human_eval[True-164]",
     "environments/test_mcp_conformance.py",
+    "environments/test_reasoning.py::test_one_response_never_changes_the_score_of_another[105]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
     "environments/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
@@ -84,6 +91,7 @@ LONG = (
     "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[qwen3-int4-keep_layers2]",
     "routing/test_replay.py::test_families",
     "routing/test_replay.py::test_four_ranks",
+    "tools/test_upcycle.py::test_tokenizer_is_the_original",
     "sync/test_push.py::test_the_step_goes_on_when_the_server_is_killed_in_a_push",
     "sync/test_push_fp8.py::test_rounded_weights_are_served",
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
@@ -132,6 +140,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(REPOSITORY / "gpu-bundle" / "references"),
         help="what tests/gpu/references.py made on a CPU (default: gpu-bundle/references)",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which -m "not slow" would take no test are not imported."""
+    slow = collection_path.parent.name in SLOW and collection_path.name not in FAST
+    return True if slow and "not slow" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

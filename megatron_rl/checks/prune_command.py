@@ -89,8 +89,8 @@ def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
         yield Refusal(prune.experts < shape.topk, f"{key}: a token goes to {shape.topk}; take {shape.topk} or more")
         yield Refusal(
             (groups or 1) > 1,
-            f"{key}: config.json has {moe and moe.groups} = {groups}, and a token chooses among groups of neighboring experts; leave it"
-            " out, and take prune.expert_width",
+            f"{key}: config.json has {moe and moe.groups} = {groups}, and a token chooses among groups of neighboring"
+            " experts; leave it out, and take prune.expert_width",
         )
     if prune.heads is not None:
         key = f"prune.heads = {prune.heads}"

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
 from megatron_rl.report import charts as vega
-from megatron_rl.report.charts import SECTIONS, Chart
+from megatron_rl.report.charts import Chart, charts_of
 from megatron_rl.report.run_folder import (
     RunLog,
     before_after,
@@ -73,7 +73,8 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         runs = [replace(run, name=str(run.folder)) for run in runs]
     path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     hidden = repeated([run.lines for run in runs])
-    sections = {name: _section(runs, hidden, name, charts) for name, charts in SECTIONS.items()}
+    charts = charts_of(dict.fromkeys(metric for run in runs for metric in run.metrics))
+    sections = {name: _section(runs, hidden, name, found) for name, found in charts.items()}
     cards = [asdict(card) for section in sections.values() for card in section["cards"]]
     page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     page.filters |= {"short": _short, "shortened": _shortened}
@@ -235,7 +236,9 @@ def _card(chart: Chart, series: list[Series], *, apart: bool) -> Card:
     legend = list(zip(labels, colors, strict=True))
     if chart.kind == "areas":
         return Card(chart.title, chart.note, vega.areas(found, colors), legend, chart.unit, wide=True)
-    spec = vega.lines(found, colors, log=chart.log, reach=chart.reach, marks=chart.kind == "points", apart=apart)
+    values = [value for points_of in found for _, value in points_of]
+    log = 0 < 100 * min(values) <= max(values) if chart.log is None else chart.log
+    spec = vega.lines(found, colors, log=log, reach=chart.reach, marks=chart.kind == "points", apart=apart)
     return Card(chart.title, chart.note, spec, legend, chart.unit)
 
 

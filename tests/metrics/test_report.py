@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import STANDARD, RunLogger
 from megatron_rl.metrics.mismatch import BELOW
 from megatron_rl.report import charts as vega
-from megatron_rl.report.charts import MOST_ROWS, SECTIONS
+from megatron_rl.report.charts import MOST_ROWS, SECTIONS, charts_of
 from megatron_rl.report.page import write_report
 from megatron_rl.report.run_folder import before_after, compared
 from tests.metrics.page import Page
@@ -353,10 +353,12 @@ def test_what_the_documents_say_is_drawn_is_drawn():
     names = promised()
     rooms = {name.partition("/")[0] for name in names}
     assert len(names) > 60 and {"mismatch", "pruning", "corrected", "routing", "vp2o"} <= rooms
+    charts = {heading: [chart.series for chart in found] for heading, found in charts_of(map(filled, names)).items()}
+    drawn = [pattern for heading, found in charts.items() if heading != "Other metrics" for s in found for pattern in s]
     for name in names:
         later = name.replace("routing/", "routing/later/")
-        drawn = [m for m in (*CHARTED, *CARDS) if is_named(m, name) or is_named(name, m) or is_named(m, later)]
-        assert drawn, f"no chart has {name}"
+        there = [m for m in (*drawn, *CARDS) if is_named(m, name) or is_named(name, m) or is_named(m, later)]
+        assert there, f"no chart has {name}"
 
 
 def test_what_is_drawn_is_in_the_documents():
@@ -369,18 +371,36 @@ def test_what_is_drawn_is_in_the_documents():
         assert any(is_named(plain, name) or is_named(name, plain) for name in documented), f"no document has {metric}"
 
 
+def filled(metric: str) -> str:
+    return metric.replace("*", "7")
+
+
 def test_each_metric_of_a_chart_can_be_drawn(tmp_path):
     """Each by itself, with a number that changes: it is on the page under its label, and nothing else is."""
+    metrics = list(dict.fromkeys(filled(metric) for metric in (*CHARTED, *promised(), "new/of_a_hook")))
     lines: list[dict] = [{"step": step} for step in (1, 2, 3)]
-    for number, metric in enumerate(CHARTED, 1):
+    for number, metric in enumerate(metrics, 1):
         for line in lines:
-            line[metric.replace("*", "7")] = number * line["step"] / 1000
+            line[metric] = number * line["step"] / 1000
     for step, line in enumerate(lines, 1):
         for below in BELOW:
             line |= {f"mismatch/p<{below:g}/{name}": 0.1 * step for name in ("tokens", "abs", "bias", "abs_max")}
         line |= {"routing/deviation_0": 0.5, "routing/deviation_1": 0.5}
     page = Page(write_report(write_lines(tmp_path / "run", lines)))
-    for metric, chart in CHARTED.items():
-        label = chart.series[metric].replace("*", "7")
-        assert page.series(chart.title)[label], metric
-    assert {"Mismatch by probability", "Deviation tails"} <= page.charts.keys()
+    for chart in (chart for charts in charts_of(metrics).values() for chart in charts):
+        for pattern, label in chart.series.items():
+            if any(is_named(metric, pattern) for metric in metrics):
+                assert page.series(chart.title)[label.replace("*", "7")], pattern
+    assert {"Mismatch by probability", "Deviation tails", "new/of_a_hook"} <= page.charts.keys()
+
+
+def test_a_metric_has_its_layers_and_its_other_statistics_beside_it():
+    names = ["step", "vp2o/overlap", "vp2o/layer_01/overlap", "vp2o/layer_02/overlap", "pruning/coverage"]
+    names += ["pruning/coverage_min", "time/step_s", "mismatch/p<0.1/abs", "mine"]
+    declared = {heading: len(charts) for heading, charts in SECTIONS.items()}
+    added = {(c.title, *c.series.items()) for h, charts in charts_of(names).items() for c in charts[declared[h] :]}
+    assert added == {
+        ("vp2o/overlap", ("vp2o/overlap", "overlap"), ("vp2o/layer_*/overlap", "layer *")),
+        ("pruning/coverage", ("pruning/coverage", "coverage"), ("pruning/coverage_min", "min")),
+        ("mine", ("mine", "mine")),
+    }

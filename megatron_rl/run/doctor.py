@@ -23,6 +23,8 @@ ENGINE_TIMEOUT_S = 120.0
 """Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
 
 State = Literal["ok", "missing", "warning", "error"]
+Look = str | tuple[State, str, str] | None
+"""The version of what is there, or None; or state, found and note."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,29 @@ class Finding:
     """Cost of its absence, or the remedy."""
 
 
+@dataclass(frozen=True)
+class Check:
+    """A row of the doctor's table: what is looked for, and what its absence or its failure means."""
+
+    part: str
+    look: Callable[[], Look]
+    cost: str = ""
+    """Note where it is not there."""
+    absent: State = "missing"
+    broken: State = "warning"
+    """State where the look itself fails."""
+
+    def finding(self) -> Finding:
+        """The finding on this machine. A broken package must not keep the others from being seen."""
+        try:
+            found = self.look()
+        except Exception as error:
+            return Finding(self.part, self.broken, f"{type(error).__name__}: {error}"[:200])
+        if isinstance(found, tuple):
+            return Finding(self.part, *found)
+        return Finding(self.part, "ok", found) if found else Finding(self.part, self.absent, "not installed", self.cost)
+
+
 def doctor(as_json: bool = False) -> int:
     """Print the findings. Returns the exit status: 1 if an error keeps a run from starting here, else 0."""
     findings = examine()
@@ -49,36 +74,9 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings. A check that fails itself becomes a warning, or an error where every run needs its part."""
+    """All findings."""
     engine = _start_engine_probe()
-    checks = [
-        _python,
-        _machine,
-        *(_package_check(*package) for package in PACKAGES),
-        _torch,
-        _megatron_without_gpu,
-        _transformer_engine,
-        lambda: _recipes("trainer"),
-        lambda: _recipes("rollout"),
-        _flash_attention,
-        _apex,
-        _deepep,
-        _extension,
-        _wandb,
-        _sandbox,
-        _control_groups,
-        _scorers,
-        lambda: _sglang(engine),
-    ]
-    findings = []
-    for check in checks:
-        try:
-            findings.append(check())
-        except Exception as error:  # a broken package must not keep the others from being seen
-            name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
-            state = "error" if check in (_torch, _extension) else "warning"
-            findings.append(Finding(name, state, f"{type(error).__name__}: {error}"[:200]))
-    return findings
+    return [check.finding() for check in (*CHECKS, Check("SGLang", lambda: _sglang(engine)))]
 
 
 def _print_table(findings: list[Finding]) -> None:
@@ -119,60 +117,40 @@ def _folder_of(package: str) -> Path | None:
 
 # -- the trainer's environment -----------------------------------------------------------------------------------------
 
-PACKAGES = [
-    ("megatron-core", True, "nothing can be trained"),
-    ("megatron-bridge", True, "no Hugging Face model can be loaded"),
-    ("transformers", True, "no model or tokenizer can be read"),
-    ("nvidia-modelopt", False, "no FP8 rollout weights, no FP8 export, no simulated FP8"),
-]
 
-
-def _package_check(name: str, needed: bool, cost: str) -> Callable[[], Finding]:
-    def check() -> Finding:
-        if version := version_of(name):
-            return Finding(name, "ok", version)
-        return Finding(name, "error" if needed else "missing", "not installed", f"{cost}: run tools/setup.sh")
-
-    return check
-
-
-def _python() -> Finding:
+def _python() -> Look:
     version = platform.python_version()
     if sys.version_info[:2] == (3, 12):
-        return Finding("python", "ok", f"{version} at {sys.executable}")
-    return Finding("python", "warning", version, "the pinned packages are those of Python 3.12: run tools/setup.sh")
+        return f"{version} at {sys.executable}"
+    return "warning", version, "the pinned packages are those of Python 3.12: run tools/setup.sh"
 
 
-def _machine() -> Finding:
+def _machine() -> Look:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     disk = shutil.disk_usage(Path.cwd()).free / 2**30
     found = f"{cores} cores, {memory:.0f} GiB memory, {disk:.0f} GiB free on this disk"
     if memory < 8:
-        return Finding(
-            "machine", "warning", found, "trainer and SGLang together need about 6 GiB even for a tiny model"
-        )
-    if disk < 5:
-        return Finding("machine", "warning", found, "checkpoints may not fit")
-    return Finding("machine", "ok", found)
+        return "warning", found, "trainer and SGLang together need about 6 GiB even for a tiny model"
+    return ("warning", found, "checkpoints may not fit") if disk < 5 else found
 
 
-def _torch() -> Finding:
+def _torch() -> Look:
     import torch
 
     found = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        return Finding("torch and GPUs", "ok", f"{found}, {gpus}")
+        return f"{found}, {gpus}"
     found += ", no GPU"
     if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
         note = "there is an NVIDIA driver, but torch cannot use it: compare its CUDA version (nvidia-smi) with torch's"
-        return Finding("torch and GPUs", "warning", found, note)
-    return Finding("torch and GPUs", "missing", found, "right for tests, the quickstart and tiny models alone")
+        return "warning", found, note
+    return "missing", found, "right for tests, the quickstart and tiny models alone"
 
 
-def _megatron_without_gpu() -> Finding:
+def _megatron_without_gpu() -> Look:
     import torch
 
     from megatron_rl import platform as cpu_platform
@@ -180,170 +158,162 @@ def _megatron_without_gpu() -> Finding:
     if torch.cuda.is_available():
         missing = ", ".join(sorted(cpu_platform.missing_parts()))
         note = f"Megatron and SGLang run as they are on a GPU{', but for missing packages' if missing else ''}"
-        return Finding("CPU platform", "ok", f"fills in for: {missing}" if missing else "inactive", note)
-
-    return Finding(
-        "CPU platform",
-        "ok",
-        f"active ({Path(cpu_platform.__file__).parent.name}/)",
-        "there is no CUDA: megatron_rl/platform/ is what makes Megatron-Core and SGLang run here;"
-        " `python -m megatron_rl.platform` lists what it replaces",
-    )
+        return "ok", f"fills in for: {missing}" if missing else "inactive", note
+    note = "there is no CUDA: megatron_rl/platform/ is what makes Megatron-Core and SGLang run here;"
+    note += " `python -m megatron_rl.platform` lists what it replaces"
+    return "ok", f"active ({Path(cpu_platform.__file__).parent.name}/)", note
 
 
-def _transformer_engine() -> Finding:
+def _transformer_engine() -> Look:
     import torch
 
     from megatron_rl.platform import has_transformer_engine
 
-    name = "Transformer Engine"
     version = version_of("transformer-engine")
     if not torch.cuda.is_available():
         found = f"{version}, left alone" if version else "not installed"
-        return Finding(name, "missing", found, "it computes on a GPU alone: local layers, and FP8 is simulated")
+        return "missing", found, "it computes on a GPU alone: local layers, and FP8 is simulated"
     try:
-        if has_transformer_engine():
-            return Finding(name, "ok", version or "found")
+        return (version or "found") if has_transformer_engine() else None
     except UserError as error:
-        return Finding(name, "error", version or "broken", str(error))
-    return Finding(
-        name,
-        "missing",
-        "not installed",
-        "Megatron's local layers are used: no FP8 training, no fused norms, router and Adam, one matrix product an expert;"
-        " tools/setup.sh --gpu builds it",
-    )
+        return "error", version or "broken", str(error)
 
 
-def _recipes(side: Literal["trainer", "rollout"]) -> Finding:
+def _recipes(side: Literal["trainer", "rollout"]) -> Look:
     """The recipes of precision.train or precision.rollout that run here, by the check that admits or refuses a run."""
     from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
     machine = this_machine()
     answers = (trainer_recipes if side == "trainer" else rollout_recipes)(machine).values()
     found = {state: [a for a in answers if a.state == state] for state in ("runs", "simulated", "cannot")}
-    here = [
-        f"{a.recipe} (simulated)" if a.state == "simulated" else a.recipe for a in found["runs"] + found["simulated"]
-    ]
+    here = [a.recipe for a in found["runs"]] + [f"{a.recipe} (simulated)" for a in found["simulated"]]
     notes = [f"simulated: {reason}" for reason in {a.reason: 0 for a in found["simulated"]}]
     notes += [f"{a.recipe} {a.reason}" for a in found["cannot"]]
     notes += [] if machine.fast_bf16 else [f"{SLOW_BF16}: take fp32"]
-    return Finding(f"{side} precision", "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes))
+    return "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes)
 
 
-def _flash_attention() -> Finding:
+def _flash_attention() -> Look:
     from megatron_rl.models.precision import this_machine
     from megatron_rl.ops import flash
 
-    part, found, gpu = "flash attention", flash.installed(), this_machine().gpu
+    found, gpu = flash.installed(), this_machine().gpu
     names = ", ".join({"torch": "torch's own (FlashAttention 2)"}.get(name, name) for name in found)
     try:
         taken = flash.activate("auto", gpu)
     except ValueError as error:
-        return Finding(part, "error", names, f"{error}; model.flash_attention: torch does without it")
-    note = f"model.flash_attention: auto takes {taken} here, in bf16" if gpu and len(found) > 1 else ""
-    return Finding(part, "ok", names, note)
+        return "error", names, f"{error}; model.flash_attention: torch does without it"
+    return "ok", names, f"model.flash_attention: auto takes {taken} here, in bf16" if gpu and len(found) > 1 else ""
 
 
-def _apex() -> Finding:
+def _apex() -> Look:
     """Look for NVIDIA's Apex: it has apex/normalization, and amp_C if built with CUDA. PyPI's `apex` is a web toolkit."""
-    folder = _folder_of("apex")
-    name = "NVIDIA Apex"
-    if folder is None:
-        cost = "torch's optimizer instead of the fused one (unless Transformer Engine is there), and gradients are not"
-        return Finding(
-            name, "missing", "not installed", f"{cost} accumulated within the products; docs/gpu.md builds it"
-        )
+    import torch
+
+    if (folder := _folder_of("apex")) is None:
+        return None
     if not (folder / "normalization").is_dir():
-        return Finding(
-            name,
+        note = "PyPI's `apex` is not NVIDIA's, and Megatron may import it by mistake: uninstall it, then build NVIDIA's"
+        return (
             "warning",
             f"an unrelated package of that name ({version_of('apex') or folder})",
-            "PyPI's `apex` is not NVIDIA's, and Megatron may import it by mistake: uninstall it,"
-            " then build NVIDIA's from its source",
+            f"{note} from its source",
         )
     if not _has_module("amp_C"):
         note = "its fused kernels are missing; build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
-        state = "error" if _adam_is_apex() else "warning"
-        return Finding(name, state, f"{version_of('apex')}, without its CUDA extensions", note)
-    return Finding(name, "ok", version_of("apex") or "found")
+        is_adam = torch.cuda.is_available() and not _has_module("transformer_engine")  # which Megatron then takes
+        return "error" if is_adam else "warning", f"{version_of('apex')}, without its CUDA extensions", note
+    return version_of("apex") or "found"
 
 
-def _adam_is_apex() -> bool:
-    """True if Megatron takes Apex's Adam where Apex is: on a GPU without Transformer Engine."""
+def _deepep() -> Look:
+    return (version_of("deep_ep") or "found") if _has_module("deep_ep") else None
+
+
+def _extension() -> Look:
     import torch
 
-    return torch.cuda.is_available() and not _has_module("transformer_engine")
-
-
-def _deepep() -> Finding:
-    if _has_module("deep_ep"):
-        return Finding("DeepEP", "ok", version_of("deep_ep") or "found")
-    return Finding("DeepEP", "missing", "not installed", "model.moe_dispatcher: flex cannot be used; alltoall can")
-
-
-def _extension() -> Finding:
-    """The compiled kernels of csrc/."""
-    import torch
-
-    part = "megatron_rl's kernels"
     try:
         from megatron_rl.ops import extensions
     except UserError as error:
-        return Finding(part, "error", "not built", str(error)[:300])
+        return "error", "not built", str(error)[:300]
     isa = torch.backends.cpu.get_cpu_capability()
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     otherwise = "model.kernels: any takes plain torch: the same numbers, slower and with more memory"
     if gpu and gpu < extensions.CAPABILITY:
         note = f"the CUDA part runs on GPUs of compute capability 8.0 and later, this one has {gpu[0]}.{gpu[1]}: {otherwise}"
-        return Finding(part, "error", f"CPU ({isa})", note)
+        return "error", f"CPU ({isa})", note
     if extensions.have_cuda():
-        return Finding(part, "ok", f"CPU ({isa}) and CUDA")
-    note = (
-        f"no run starts on a GPU like this: tools/setup.sh --gpu installs nvcc and builds the CUDA part; or {otherwise}"
-    )
-    return Finding(part, "error" if gpu else "ok", f"CPU ({isa}) alone", note)
+        return f"CPU ({isa}) and CUDA"
+    note = "no run starts on a GPU like this: tools/setup.sh --gpu installs nvcc and builds the CUDA part;"
+    return "error" if gpu else "ok", f"CPU ({isa}) alone", f"{note} or {otherwise}"
 
 
-def _wandb() -> Finding:
-    if version := version_of("wandb"):
-        return Finding("wandb", "ok", version)
-    return Finding("wandb", "missing", "not installed", "logging.wandb_project cannot be used; TensorBoard can")
-
-
-def _sandbox() -> Finding:
-    """Find the sandbox for model-written code."""
+def _sandbox() -> Look:
     from megatron_rl.sandbox import bubblewrap
 
     if problem := bubblewrap.problem():
-        return Finding("sandbox", "missing", "model-written code is refused", problem)
+        return "missing", "model-written code is refused", problem
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
     user = "as nobody" if os.geteuid() == 0 else "as this user, who is nobody there"
     held = f"{version}, user namespaces, seccomp, {user}"
-    return Finding("sandbox", "ok", held, "contained: no network, no files of this machine, limits on time and memory")
+    return "ok", held, "contained: no network, no files of this machine, limits on time and memory"
 
 
-def _control_groups() -> Finding:
-    """The bounds on the memory of all processes of a container, and the kernel's for them."""
+def _control_groups() -> Look:
     from megatron_rl.sandbox import cgroup
 
-    name = "control groups"
     if version := cgroup.version():
-        return Finding(name, "ok", version, "the kernel bounds a container's memory, its own for it included")
+        return "ok", version, "the kernel bounds a container's memory, its own for it included"
     note = "a container's memory is looked at ten times a second instead; the kernel's for it (pipes, sockets) is not counted"
-    return Finding(name, "missing", "none can be made by this user", note)
+    return "missing", "none can be made by this user", note
 
 
-def _scorers() -> Finding:
-    """The isolation of scorers that others wrote."""
+def _scorers() -> Look:
     from megatron_rl.sandbox import isolated
 
-    name = "scorers of others"
     if problem := isolated.problem():
-        return Finding(name, "missing", "reasoning_gym tasks are refused", problem)
+        return "missing", "reasoning_gym tasks are refused", problem
     if os.geteuid() == 0:
-        return Finding(name, "ok", "seccomp, as nobody" if isolated.drops_user() else "seccomp, without capabilities")
-    return Finding(name, "ok", "seccomp, as this user", "they can read what this user can, and tell nobody")
+        return "seccomp, as nobody" if isolated.drops_user() else "seccomp, without capabilities"
+    return "ok", "seccomp, as this user", "they can read what this user can, and tell nobody"
+
+
+def _package(name: str, cost: str, absent: State = "missing") -> Check:
+    return Check(name, lambda: version_of(name), cost, absent)
+
+
+CHECKS = (
+    Check("python", _python),
+    Check("machine", _machine),
+    _package("megatron-core", "nothing can be trained: run tools/setup.sh", "error"),
+    _package("megatron-bridge", "no Hugging Face model can be loaded: run tools/setup.sh", "error"),
+    _package("transformers", "no model or tokenizer can be read: run tools/setup.sh", "error"),
+    _package("nvidia-modelopt", "no FP8 rollout weights, no FP8 export, no simulated FP8: run tools/setup.sh"),
+    Check("torch and GPUs", _torch, broken="error"),
+    Check("CPU platform", _megatron_without_gpu),
+    Check(
+        "Transformer Engine",
+        _transformer_engine,
+        "Megatron's local layers are used: no FP8 training, no fused norms, router and Adam, one matrix product an expert;"
+        " tools/setup.sh --gpu builds it",
+    ),
+    Check("trainer precision", lambda: _recipes("trainer")),
+    Check("rollout precision", lambda: _recipes("rollout")),
+    Check("flash attention", _flash_attention),
+    Check(
+        "NVIDIA Apex",
+        _apex,
+        "torch's optimizer instead of the fused one (unless Transformer Engine is there), and gradients are not accumulated"
+        " within the products; docs/gpu.md builds it",
+    ),
+    Check("DeepEP", _deepep, "model.moe_dispatcher: flex cannot be used; alltoall can"),
+    Check("megatron_rl's kernels", _extension, broken="error"),
+    _package("wandb", "logging.wandb_project cannot be used; TensorBoard can"),
+    Check("sandbox", _sandbox),
+    Check("control groups", _control_groups),
+    Check("scorers of others", _scorers),
+)
 
 
 # -- SGLang's environment ----------------------------------------------------------------------------------------------
@@ -388,40 +358,27 @@ def _engine_environment(python: Path) -> dict[str, str]:
     return os.environ | {**cpu_platform.environment(1), "PYTHONPATH": str(cpu_platform.PYTHONPATH)}
 
 
-def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Finding:
+def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Look:
     python, process = probe
     if python is None:
-        return Finding(
-            "SGLang",
-            "error",
-            "no .venv-rollout beside the package or in the current folder",
-            "no rollouts on this machine: run tools/setup.sh, set rollout.server.python, or list running"
-            " servers in rollout.addresses; SFT needs none",
-        )
+        remedy = "run tools/setup.sh, set rollout.server.python, or list running servers in rollout.addresses"
+        found = "no .venv-rollout beside the package or in the current folder"
+        return "error", found, f"no rollouts on this machine: {remedy}; SFT needs none"
     if process is None:
-        return Finding(
-            "SGLang", "error", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
-        )
+        return "error", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
     try:
         output, _ = process.communicate(timeout=ENGINE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return Finding("SGLang", "warning", str(python), f"importing it took longer than {ENGINE_TIMEOUT_S:.0f} s")
+        return "warning", str(python), f"importing it took longer than {ENGINE_TIMEOUT_S:.0f} s"
     lines = output.strip().splitlines()
     if process.returncode or not lines:
-        return Finding(
-            "SGLang", "error", str(python), f"its Python ended with status {process.returncode} on importing it"
-        )
+        return "error", str(python), f"its Python ended with status {process.returncode} on importing it"
     found = json.loads(lines[-1])
     text = f"sglang {found['sglang']}, torch {found['torch']}, transformers {found['transformers']} at {python}"
     if found["problem"]:
-        return Finding(
-            "SGLang",
-            "error",
-            text,
-            f"it cannot be imported ({found['problem'][:200]}), so no rollouts on"
-            " this machine: tools/setup.sh --force makes it anew",
-        )
+        problem = f"it cannot be imported ({found['problem'][:200]}), so no rollouts on this machine"
+        return "error", text, f"{problem}: tools/setup.sh --force makes it anew"
     pieces = "with the pieces of megatron_rl/platform/sglang/" if not Path("/dev/nvidiactl").exists() else ""
-    return Finding("SGLang", "ok", text, f"imports {pieces}".strip())
+    return "ok", text, f"imports {pieces}".strip()

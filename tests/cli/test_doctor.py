@@ -37,23 +37,28 @@ def packages(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def found_of(part: str) -> doctor.Finding:
+    [check] = [check for check in doctor.CHECKS if check.part == part]
+    return check.finding()
+
+
 BROKEN = "raise RuntimeError('must not be imported')"
 
 
 def test_apex_absent():
-    assert doctor._apex().state == "missing"
+    assert found_of("NVIDIA Apex").state == "missing"
 
 
 def test_the_unrelated_apex_of_pypi_is_told_apart(packages):
     packages({"apex/__init__.py": BROKEN, "apex/views.py": ""}, apex="0.9.10.dev0")
-    finding = doctor._apex()
+    finding = found_of("NVIDIA Apex")
     assert finding.state == "warning" and "0.9.10.dev0" in finding.found and "not NVIDIA's" in finding.note
 
 
 @pytest.mark.parametrize(("extra", "state"), [({"amp_C.py": BROKEN}, "ok"), ({}, "warning")])
 def test_nvidia_apex_with_and_without_its_extensions(packages, extra, state):
     packages({"apex/__init__.py": BROKEN, "apex/normalization/__init__.py": "", **extra}, apex="0.1")
-    finding = doctor._apex()
+    finding = found_of("NVIDIA Apex")
     assert finding.state == state and "0.1" in finding.found
 
 
@@ -61,45 +66,45 @@ def test_without_transformer_engine_apex_needs_its_extensions_on_a_gpu(packages,
     """Its Adam is then Megatron's, and refuses to work."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     packages({"apex/__init__.py": BROKEN, "apex/normalization/__init__.py": ""}, apex="0.1")
-    assert doctor._apex().state == "error"
+    assert found_of("NVIDIA Apex").state == "error"
     packages({"transformer_engine/__init__.py": ""})
-    assert doctor._apex().state == "warning"
+    assert found_of("NVIDIA Apex").state == "warning"
 
 
 def test_installed_parts_are_named_with_their_versions(packages, monkeypatch):
     packages({"deep_ep/__init__.py": BROKEN}, deep_ep="1.2")
-    assert doctor._deepep() == doctor.Finding("DeepEP", "ok", "1.2")
+    assert found_of("DeepEP") == doctor.Finding("DeepEP", "ok", "1.2")
     files = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch.py": ""}
     packages(files, transformer_engine="2.9.0")
-    found = doctor._transformer_engine()
+    found = found_of("Transformer Engine")
     assert found.state == "missing" and found.found == "2.9.0, left alone", "there is no GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert doctor._transformer_engine() == doctor.Finding("Transformer Engine", "ok", "2.9.0")
+    assert found_of("Transformer Engine") == doctor.Finding("Transformer Engine", "ok", "2.9.0")
 
 
 def test_flash_attention_4_is_taken_where_the_gpu_is_one_for_it_and_an_error_where_broken(packages, monkeypatch):
     monkeypatch.setattr("megatron_rl.ops.flash._is_there", lambda name: name == "FA4")
     packages({f"flash_attn/{name}.py": "" for name in ("__init__", "cute/__init__", "cute/interface")})
-    assert doctor._flash_attention().note == "", "there is no GPU"
+    assert found_of("flash attention").note == "", "there is no GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for capability, taken in (((9, 0), "FA4"), ((8, 0), "torch")):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
-        found = doctor._flash_attention()
+        found = found_of("flash attention")
         assert (found.state, found.found) == ("ok", "torch's own (FlashAttention 2), FA4")
         assert found.note == f"model.flash_attention: auto takes {taken} here, in bf16"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     packages({"flash_attn/cute/interface.py": BROKEN})
     sys.modules.pop("flash_attn.cute.interface")
-    found = doctor._flash_attention()
+    found = found_of("flash attention")
     assert found.state == "error" and "must not be imported; model.flash_attention: torch does without it" in found.note
 
 
 def test_transformer_engine_on_a_gpu_is_a_cost_where_absent_and_an_error_where_broken(packages, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    absent = doctor._transformer_engine()
+    absent = found_of("Transformer Engine")
     assert absent.state == "missing" and "tools/setup.sh --gpu" in absent.note
     packages({"transformer_engine/__init__.py": BROKEN}, transformer_engine="2.9.0")
-    broken = doctor._transformer_engine()
+    broken = found_of("Transformer Engine")
     assert broken.state == "error" and "must not be imported" in broken.note and "--gpu --force" in broken.note
 
 
@@ -117,25 +122,25 @@ def test_kernels_that_a_run_would_be_refused_for_are_an_error(capability, built,
     monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
-    finding = doctor._extension()
+    finding = found_of("megatron_rl's kernels")
     assert finding.state == state and words in finding.found + finding.note
 
 
 def test_no_engine_is_an_error_as_the_default_config_starts_one():
-    finding = doctor._sglang((None, None))
+    finding = doctor.Check("SGLang", lambda: doctor._sglang((None, None))).finding()
     assert finding.state == "error" and "rollout.addresses" in finding.note
-    assert doctor._sglang((Path("python"), None)).state == "error"
+    assert doctor.Check("SGLang", lambda: doctor._sglang((Path("python"), None))).finding().state == "error"
 
 
 def test_a_missing_package_is_an_error_only_if_nothing_runs_without_it():
-    assert doctor._package_check("no-such-package", True, "x")().state == "error"
-    finding = doctor._package_check("no-such-package", False, "no y")()
+    assert doctor._package("no-such-package", "x", "error").finding().state == "error"
+    finding = doctor._package("no-such-package", "no y: run tools/setup.sh").finding()
     assert finding.state == "missing" and finding.note == "no y: run tools/setup.sh"
 
 
 def test_the_sandbox_is_probed(monkeypatch):
     monkeypatch.setattr(bubblewrap, "problem", lambda: "no user namespaces; do this")
-    found = doctor._sandbox()
+    found = found_of("sandbox")
     assert (found.part, found.state) == ("sandbox", "missing") and found.note == "no user namespaces; do this"
 
 
@@ -145,7 +150,7 @@ def test_the_sandbox_is_probed(monkeypatch):
 )
 def test_control_groups_are_tried(monkeypatch, version, state, words):
     monkeypatch.setattr(cgroup, "version", lambda: version)
-    found = doctor._control_groups()
+    found = found_of("control groups")
     assert (found.state, found.found) == (state, version or "none can be made by this user") and words in found.note
 
 
@@ -161,9 +166,9 @@ def test_how_scorers_are_isolated(monkeypatch, user, drops, found):
     monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
     monkeypatch.setattr(isolated, "drops_user", lambda: drops)
     monkeypatch.setattr(isolated, "problem", lambda: "")
-    assert doctor._scorers().found == found and doctor._scorers().state == "ok"
+    assert found_of("scorers of others").found == found and found_of("scorers of others").state == "ok"
     monkeypatch.setattr(isolated, "problem", lambda: "do this")
-    assert doctor._scorers() == doctor.Finding(
+    assert found_of("scorers of others") == doctor.Finding(
         "scorers of others", "missing", "reasoning_gym tasks are refused", "do this"
     )
 
@@ -191,7 +196,7 @@ def test_a_check_that_fails_becomes_a_warning(monkeypatch):
 def test_a_broken_engine_environment_is_described(monkeypatch, code, state, words):
     monkeypatch.setattr(doctor, "ENGINE_TIMEOUT_S", 3.0 if "sleep" in code else 60.0)
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
-    finding = doctor._sglang((Path("python"), process))
+    finding = doctor.Check("SGLang", lambda: doctor._sglang((Path("python"), process))).finding()
     assert finding.state == state and words in finding.found + finding.note
     assert process.poll() is not None
 
@@ -200,7 +205,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     from megatron_rl.models import precision
 
     monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine(None, None, "0.47.0", "13.0"))
-    trainer, rollout = doctor._recipes("trainer"), doctor._recipes("rollout")
+    trainer, rollout = found_of("trainer precision"), found_of("rollout precision")
     assert trainer.part == "trainer precision" and trainer.state == "missing"
     assert trainer.found == "bf16, fp32, fp8_tensorwise (simulated), fp8_blockwise (simulated)"
     assert "mxfp8 needs Transformer Engine and a GPU of compute capability 10.0 (Blackwell)" in trainer.note
@@ -211,7 +216,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     ) and "products are bf16" in rollout.note
     monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine((10, 0), "2.20.2", "0.47.0", "13.0"))
     everything = doctor.Finding("trainer precision", "ok", ", ".join(precision.TRAIN))
-    assert doctor._recipes("trainer") == everything
+    assert found_of("trainer precision") == everything
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, override
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from megatron_rl.config import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.tasks.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.tasks.task import Parts, Prompt, Split, Task, check_options
+from megatron_rl.tasks.task import Parts, Prompt, Split, Task, read_options
 from megatron_rl.tasks.verifiers import exact, number_list, read_numbers, zigzag
 
 
@@ -51,13 +51,7 @@ class NumberSorting(Task):
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        check_options(data, NumberSortingOptions.__dataclass_fields__)
-        try:
-            self.options = TypeAdapter(NumberSortingOptions).validate_python(data.options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "*"
-            raise UserError(f"config: data.options.{key}: {first['msg']}") from None
+        self.options = read_options(data, NumberSortingOptions)
         self.seed = data.seed
         # entry i of the generator is drawn with seed i: runs with different seeds take entries that are far apart
         self._first = self.seed * 1_000_003 * self.options.size
@@ -212,12 +206,7 @@ class Sums(Task):
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        check_options(data, SumsOptions.__dataclass_fields__)
-        try:
-            self.options = TypeAdapter(SumsOptions).validate_python(data.options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"config: data.options.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        self.options = read_options(data, SumsOptions)
 
     @override
     def prompts(self, split: Split) -> ProceduralPrompts:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import DataConfig
 from megatron_rl.config.registry import nearest
@@ -172,6 +175,17 @@ def check_options(data: DataConfig, known: Iterable[str]) -> None:
     for name in data.options:
         if name not in known:
             raise UserError(f"config: unknown key 'data.options.{name}' of task '{data.task}'{nearest(name, known)}")
+
+
+def read_options[T](data: DataConfig, kind: type[T]) -> T:
+    """data.options as the fields of a pydantic dataclass. Errors: UserError naming the key."""
+    check_options(data, (field.name for field in dataclasses.fields(kind)))  # pyright: ignore[reportArgumentType]
+    try:
+        return TypeAdapter(kind).validate_python(data.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "*"
+        raise UserError(f"config: data.options.{key}: {first['msg']}") from None
 
 
 def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:

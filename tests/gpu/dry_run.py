@@ -17,7 +17,7 @@ needs them ("jit"), and Triton's, which "compile" has compiled for that GPU. An 
      "plugin": [what it transfers between host and GPU, or waits for], "weights": [types in their checksums],
      "same_after_a_push": whether these are laid out as before when one begins and ends}
 
-It needs no driver, and nothing of the trainer but megatron_rl/platform/fake_gpu.py.
+It needs no driver, and nothing of the trainer but tests/platform/fake_gpu.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from pretended_h100 import H100, everywhere, pretend, stand_in_for_the_driver, without_a_device
 
-from megatron_rl.platform import fake_gpu
+from tests.platform import fake_gpu
 
 LENGTHS = (37, 12, 64)
 """Lengths of the prompts."""

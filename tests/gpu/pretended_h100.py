@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 
-from megatron_rl.platform import fake_gpu
+from tests.platform import fake_gpu
 
 CAPABILITY = (9, 0)
 

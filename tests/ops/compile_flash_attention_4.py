@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from megatron_rl.ops import flash  # noqa: E402
 from megatron_rl.ops import flash_attention_4 as kernels  # noqa: E402
-from megatron_rl.platform import fake_gpu  # noqa: E402
+from tests.platform import fake_gpu  # noqa: E402
 
 TOKENS, KEYS = 1000, 1100
 HEADS = {  # query heads, key heads, width, width of values, window, sinks

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from megatron_rl.platform import fake_gpu  # noqa: E402
+from tests.platform import fake_gpu  # noqa: E402
 
 fake_gpu.pretend()
 torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H100")

@@ -100,7 +100,6 @@ def _trains(group: str, help: str, function: str, kind: Kind, **settings: Any) -
 
 
 def _call(command: Command, args: argparse.Namespace, *first: Any) -> int | None:
-    """Call the command's function with `first` and the arguments that it gets."""
     return pkgutil.resolve_name(command.function)(*first, *(getattr(args, name) for name in command.passes))
 
 

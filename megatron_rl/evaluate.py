@@ -66,7 +66,6 @@ def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
 
 def _of_set(config: Config, run: Run, engine: Engine, one: EvalSet) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Scores of a set under names without its own, and its responses, on the first process."""
     prompts, task, n = one.prompts, one.program.task, one.samples
     sizes = sorted({k for k in config.eval.pass_at if k <= n} | {n})
     seed = f"eval/{one.name}/{run.step}" if one.name else f"eval/{run.step}"

@@ -39,8 +39,6 @@ def serve_agent(config: Config) -> None:
 
 
 class _Served:
-    """An agent that ends when the command is told to."""
-
     def __init__(self, run: Run) -> None:
         self.run = run
         self._told = False

@@ -304,7 +304,6 @@ class AgentCollection(Collection):
     async def _turn(
         self, client: SGLangClient, request: int, talk: Conversation, world: Environment, limit: TimeLimit
     ) -> None:
-        """A reply, and what it is answered."""
         settings, form = self.agents.settings, self.agents.dialect
         room = self.max_new_tokens - self._length(request)
         most, before = min(room, settings.max_turn_tokens or room), self._said[request]

@@ -139,7 +139,6 @@ class Conversation:
 
 
 def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:
-    """Router features of all replies; positions are counted over the whole response."""
     found = [(turn.start, reply.features) for turn, reply in pairs if reply.features is not None]
     if not found:
         return None

@@ -142,7 +142,6 @@ class OpenAICollection(AgentCollection):
             task.result()
 
     async def _work(self, request: int) -> None:
-        """One session, from its beginning to its end."""
         async with self._free:
             await self._lead(request)
 

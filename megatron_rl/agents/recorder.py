@@ -272,7 +272,6 @@ class Session:
         return tokens
 
     def _answer(self, branch: Branch, reply: Reply, stop: Sequence[str]) -> dict[str, Any]:
-        """Record a reply, and say it in OpenAI's form."""
         ids = reply.tokens.tolist()
         said = without_end(ids, self.stop_token_ids)
         turn, parsed = branch.talk.add_reply(reply, [self.form.message(said)]), self.form.parse(said)

@@ -53,7 +53,6 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _mean(terms: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Weighted mean; 0 without terms, or without weight."""
     if weights is None:
         return terms.sum() / max(len(terms), 1)
     weights = weights.to(terms.dtype)

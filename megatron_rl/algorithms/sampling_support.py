@@ -131,7 +131,6 @@ class SamplingSupport:
 
     @property
     def _bounds(self) -> dict[str, float]:
-        """Logarithms of the shares by which the engine's processor bounds the tail."""
         shares = {"log_rho": self.engine_rho, "log_floor": self.tail_floor}
         # Greedy: the likeliest token is in every support.
         return {name: math.log(share) for name, share in shares.items() if share and self.temperature}

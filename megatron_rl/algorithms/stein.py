@@ -227,12 +227,10 @@ def _conjugate_gradients(
 
 
 def _times(weights: Tensor, vectors: Tensor) -> Tensor:
-    """W_i v_i: `[n, D_in, D_out]`, `[n, D_out]` -> `[n, D_in]`."""
     return _transposed(weights.transpose(-1, -2), vectors)  # a row times a matrix is the faster way round on a CPU
 
 
 def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
-    """W_i^T v_i: `[n, D_in, D_out]`, `[n, D_in]` -> `[n, D_out]`."""
     return torch.bmm(vectors.unsqueeze(-2), weights).squeeze(-2)
 
 

@@ -163,7 +163,6 @@ class TrainerRecorder:
     def _gather(
         self, samples: Sequence[Trajectory], found: dict[int, dict[Place | None, tuple[Tensor, Tensor]]]
     ) -> dict[int, Recorded]:
-        """Gather the rows of all pipeline stages and context-parallel ranks."""
         ranks = self.trainer.ranks
         gathered: list[Any] = [None] * ranks.world_size
         if parallel_state.get_tensor_model_parallel_rank() > 0:

@@ -274,8 +274,6 @@ def _share_scales(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Quantizer of a weight of a file."""
-
     weights: Any
     inputs: Any
     rows: slice
@@ -283,8 +281,6 @@ class _Layer:
 
 
 class _Layers:
-    """The quantizers of a model by the names of files."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
         self._renamed = family_of(model.config).renamed

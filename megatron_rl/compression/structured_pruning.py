@@ -172,7 +172,6 @@ def _take(tensor: Tensor, dim: int, places: list[int] | None) -> Tensor:
 def _stacked(
     tensor: Tensor, down: bool, bias: bool, experts: list[int] | None, channels: list[list[int]] | None
 ) -> Tensor:
-    """gpt-oss: all experts of a layer in one tensor."""
     chosen = range(len(tensor)) if experts is None else experts
     if channels is None or (down and bias):
         return tensor[list(chosen)]

@@ -284,7 +284,6 @@ def _engine_gates(samples: list[Sequence], borders: np.ndarray, shape: RouteShap
 
 
 def _missing(routes: np.ndarray) -> np.ndarray:
-    """True if a token has no route, [tokens] bool."""
     return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
 
 

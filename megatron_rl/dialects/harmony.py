@@ -264,7 +264,6 @@ class Harmony(Dialect):
         return ids[len(self._begin) :]
 
     def _rendered(self, messages: Sequence[Spoken]) -> list[int]:
-        """Tokens of messages, up to where the next reply begins. Errors: UserError for what the library cannot tell of."""
         conversation = Conversation(messages=list(messages))
         try:
             ids = self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT, _KEEP)
@@ -341,7 +340,6 @@ def _channel(message: Spoken) -> str:
 
 
 def _to(message: Spoken) -> str | None:
-    """Whom a message calls."""
     return None if message.recipient == "all" else message.recipient
 
 
@@ -356,7 +354,6 @@ def _named(recipient: str) -> str | None:
 
 
 def _is_code(message: Spoken) -> bool:
-    """True if a message is plain code for the interpreter."""
     return message.recipient == "python" and "json" not in (message.content_type or "")
 
 
@@ -380,7 +377,6 @@ def _call(message: Spoken) -> Call:
 
 
 def _calling(call: Call) -> Spoken:
-    """A call as the models write it."""
     if call.name == "python" and list(call.arguments) == ["code"]:
         return (
             _spoken(encodable(str(call.arguments["code"])), "analysis")
@@ -392,7 +388,6 @@ def _calling(call: Call) -> Spoken:
 
 
 def _recipient(tool: str) -> str:
-    """Whom one calls to call a tool."""
     return tool if tool.partition(".")[0] in BUILT_IN else f"{FUNCTIONS}.{tool}"
 
 
@@ -418,7 +413,6 @@ def _is_interpreter(function: Mapping[str, Any]) -> bool:
 
 
 def _declared(function: Mapping[str, Any]) -> ToolDescription:
-    """A tool as the developer's message declares it."""
     parameters = function.get("parameters") or {}
     known = json.loads(encodable(json.dumps(parameters, ensure_ascii=False))) if parameters.get("properties") else None
     return ToolDescription.new(function["name"], encodable(function.get("description") or ""), known)

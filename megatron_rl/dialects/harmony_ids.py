@@ -78,7 +78,6 @@ class HarmonyIds:
 
 
 def _runs(token_ids: Sequence[int], special: dict[int, int]) -> Iterator[tuple[bool, list[int]]]:
-    """The ids in runs that are special or not."""
     run: list[int] = []
     for token in token_ids:
         if run and (token in special) != (run[0] in special):

@@ -62,7 +62,6 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 def _silent() -> list[int]:
-    """Ranks that have not said within PATIENCE_S that they are in the same trouble."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{_KEY}/{dist.get_rank()}", "")
     deadline = time.monotonic() + PATIENCE_S

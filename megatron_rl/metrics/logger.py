@@ -348,7 +348,6 @@ class _ProgressLine:
         self._noted = time.monotonic()
 
     def _show(self, text: str, step: int | None = None) -> bool:
-        """Put it into the live line; returns whether there is one."""
         if self._live is None:
             return False
         if not self._live.tasks:

@@ -236,7 +236,6 @@ def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) ->
 
 
 def _tokens_for_heads(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """The inverse of `_heads_for_tokens`: `[c * T, H / c, D]` -> `[T, H, D]`."""
     context, (tokens, heads, width) = group.size(), x.shape
     x = all_to_all(group, x.contiguous()).view(context, tokens // context, heads, width)
     return x.transpose(0, 1).reshape(tokens // context, context * heads, width)

@@ -129,7 +129,6 @@ class OurSpec(MegatronModelBridge):
         return None
 
     def _with_progress_tracking(self, tasks: list, description: str, show_progress: bool = True) -> Iterable:
-        """The tasks, without the bridge's own progress bar."""
         return iter(tasks)
 
 
@@ -170,7 +169,6 @@ SCORE = "score.weight"
 
 
 def _predictor_of(router: str) -> str:
-    """Name of the route predictor's weight beside a router's."""
     return router.removesuffix("weight") + "predictor.weight"
 
 

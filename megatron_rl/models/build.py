@@ -274,7 +274,6 @@ class Model:
         )
 
     def _classifier(self) -> dict[str, Any]:
-        """Entries of config.json for a model with a value head."""
         name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
         pad, ends = (getattr(self.hf_config, f"{which}_token_id", None) for which in ("pad", "eos"))
         if pad is not None and pad in (ends if isinstance(ends, list) else [ends]) and self.pooling == "last":
@@ -433,7 +432,6 @@ def load(
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Name the folder in what is said of its weights."""
     try:
         yield
     except IncompleteWeights as error:
@@ -441,7 +439,6 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: what a frozen embedding puts out begins a graph."""
     return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
 
@@ -461,7 +458,6 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
 def _set_kernels(
     config: GPTModelProvider, recipe: PrecisionRecipe, recompute: Literal["none", "selective", "full"], plain: bool
 ) -> None:
-    """Set precision, recomputation, and the fusions that this machine has."""
     gpu = torch.cuda.is_available()
     config.params_dtype = config.pipeline_dtype = config.autocast_dtype = recipe.dtype
     config.bf16, config.fp16 = recipe.dtype == torch.bfloat16, False

@@ -205,7 +205,6 @@ def quantize_folder(hf_dir: Path, out: Path) -> Path:
 
 @contextlib.contextmanager
 def _removed_if_refused(out: Path) -> Iterator[None]:
-    """Remove the folder if writing it ends with an error."""
     try:
         yield
     except UserError:
@@ -296,7 +295,6 @@ def _sharded_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
-    """Set up Megatron's parallel state for a conversion, on the caller's process group or one of its own."""
     check_parallel(read_hf_config(hf_dir), parallel, int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=parallel.timeout_s)
     gpu = torch.cuda.is_available()
@@ -369,7 +367,6 @@ def _write_together(out: Path, work: Callable[[], object] | None) -> None:
 
 @contextlib.contextmanager
 def _bar(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show a progress line on rank 0's terminal; yields what moves it on by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=dist.get_rank() != 0) as progress:
         task = progress.add_task(what, total=total)
@@ -377,7 +374,6 @@ def _bar(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
 
 
 def _progress(items: Iterator[Any], what: str) -> Iterator[Any]:
-    """Yield the items, with a progress line."""
     with _bar(what) as advance:
         for item in items:
             yield item

@@ -128,7 +128,6 @@ class GroupedExperts(SequentialMLP):
 
 
 def _base(layer: Any) -> Any:
-    """The layer that an adapter goes with, or the layer itself."""
     return layer.to_wrap if isinstance(layer, LoRALinear) else layer
 
 
@@ -241,7 +240,6 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
-    """Yield (expert, its rows) for the experts that have tokens."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

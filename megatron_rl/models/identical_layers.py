@@ -320,8 +320,6 @@ class _TableRotation:
 
 
 class _ByHead(torch.autograd.Function):
-    """`ops.batch_invariant.by_head`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights)
@@ -422,7 +420,6 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return gather_from_sequence_parallel_region(norm(rows), tensor_parallel_output_grad=True, group=tp)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """Weights [H, d, R] of keys and [H, v, R] of values of this rank's heads."""
         weight = self.linear_kv_up_proj.get_parameter("weight")
         of_heads = weight.view(self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank)
         key, value = of_heads.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
@@ -431,7 +428,6 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
     ) -> Tensor:
-        """[T, H v]."""
         means = self.core_attention(query, key, value, attention_mask, **options)
         out: Any = _ByHead.apply(means.view(len(means), -1, self.config.kv_lora_rank), self._up_value)
         return out.flatten(1)

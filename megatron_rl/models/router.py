@@ -81,7 +81,6 @@ class ReplayRouter(TopKRouter):
         return self.router_replay.weigh(weights, self.config.moe_router_topk_scaling_factor or 1.0), chosen
 
     def _real(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """[T, E] choices of the tokens that are no padding."""
         return routing_map if self._losses is None else routing_map & self._losses.real[:, None]
 
     def _attached(self, name: str, coefficient: float, terms: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
@@ -181,8 +180,6 @@ class RouterAdapter(torch.nn.Module):
 
 
 class _Given(RouteObserver):
-    """Replays the same routes in every layer."""
-
     def __init__(self, routes: torch.Tensor) -> None:
         self.routes = routes
 

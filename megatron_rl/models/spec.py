@@ -88,7 +88,6 @@ def _set_attention(attention: Any, config: Any, fast: bool, core: ModuleSpec, no
 
 
 def _with_our_router(mlp: partial) -> partial:
-    """The spec of an MLP, with our router and MoE layer unless it is dense."""
     if mlp.func is not MoELayer:
         return mlp
     mlp.keywords["submodules"].router = ReplayRouter

@@ -53,7 +53,6 @@ class FolderSource:
         return flat[: tensor.numel()].view(tensor.shape).clone()
 
     def _weight(self, task: WeightConversionTask) -> Tensor:
-        """The parameter's weight; kept until the next is asked for, as a checkpoint may have it in parts."""
         last, weight = self._recent
         if last is not task or weight is None:
             self._recent = None, None

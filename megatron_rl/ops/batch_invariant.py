@@ -56,7 +56,6 @@ def _triton() -> Any:
 
 
 def _kernels_of(x: Tensor) -> Any:
-    """The module of the kernels for x's device."""
     return _triton() if x.is_cuda else _kernels
 
 
@@ -189,7 +188,6 @@ class Routing:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """Sum over the last dimension, from the first to the last."""
     total = x[..., 0]
     for i in range(1, x.shape[-1]):
         total = total + x[..., i]

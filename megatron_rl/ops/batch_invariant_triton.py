@@ -359,7 +359,6 @@ def swish(x: Tensor, slope: float, gate_alone: bool) -> Tensor:
 
 
 def _by_number(kernel: triton.JITFunction, x: Tensor, *tensors: Tensor, **options: float) -> Tensor:
-    """Apply `kernel` to each number of x [R, d]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         width = x.shape[1]

@@ -160,7 +160,6 @@ def _check_borders(q: Tensor, k: Tensor, sequences: PackedSequences, key_sequenc
 def _kernels(
     q: Tensor, v: Tensor, sequences: PackedSequences, key_sequences: PackedSequences, asked: flash.FlashImpl
 ) -> tuple[Callable, Callable, tuple]:
-    """Forward, backward and the borders as these take them."""
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
         heads = flash.Heads(q.shape[2], v.shape[2], grouped=q.shape[1] != v.shape[1])

@@ -224,7 +224,6 @@ def _tiles(cu_q: torch.Tensor, cu_k: torch.Tensor, window: int, heads: int) -> l
 def _mask(
     q_first: int, q_last: int, k_first: int, k_last: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """[Lq, Lk] bool, True where a query may not look."""
     i, j = torch.arange(q_first, q_last, device=device)[:, None], torch.arange(k_first, k_last, device=device)[None]
     return (j > i) | (j <= i - window) if window else j > i
 

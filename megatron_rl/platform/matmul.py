@@ -49,5 +49,4 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """X [M, K], weight [N, K] -> x weight^T [M, N] by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

@@ -125,7 +125,6 @@ def _shortened(text: object) -> str:
 
 
 def _facts(run: RunLog) -> list[str]:
-    """The config in one line."""
     facts = [
         Path(str(run.setting("model.path", ""))).name,
         run.setting("data.task", ""),
@@ -169,8 +168,6 @@ def _tiles(run: RunLog) -> list[tuple[str, float | None, float, str, float]]:
 
 
 def _differences(runs: list[RunLog]) -> dict[str, list[Any]]:
-    """{config key: its value in each run} where they differ."""
-
     def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         parts = (flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v} for k, v in tree.items())
         return {key: value for part in parts for key, value in part.items()}
@@ -243,7 +240,6 @@ def _card(chart: Chart, series: list[Series], *, apart: bool) -> Card:
 
 
 def _probability_cards(runs: list[RunLog]) -> list[Card]:
-    """|d log p| against p of each run; none where nothing was logged."""
     labels = ("mean |d|", "largest |d|", "bound 2 e (1 - p)", "mean of engine - trainer (filled: above 0)")
     legend = [(label, vega.color(i)) for label, i in zip(labels, (0, 4, 1, 2), strict=True)]
     cards = []
@@ -257,7 +253,6 @@ def _probability_cards(runs: list[RunLog]) -> list[Card]:
 
 
 def _routing_cards(runs: list[RunLog]) -> list[Card]:
-    """Deviation tails and heat maps; none where nothing was logged."""
     cards, when = [], "; mean of the last quarter of the steps"
     colors = {run.name: vega.color(i) for i, run in enumerate(runs)}
     if tails := {run.name: shares for run in runs if (shares := deviation_tails(run.lines))}:

@@ -79,7 +79,6 @@ def readable(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> dict
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
-    """A turn of a conversation, its tokens decoded with the template's; whether it trains."""
     labels = trajectory.tokens[trajectory.prompt_length :][turn.start : turn.end]
     trains = bool(trajectory["loss_mask"][turn.start : turn.end].any())
     note = {"malformed": turn.malformed} if turn.malformed else {}

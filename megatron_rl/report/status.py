@@ -152,7 +152,6 @@ def _newest(log: RunLog) -> dict[str, float]:
 
 
 def _shares(log: RunLog) -> dict[str, float]:
-    """Shares by size, for the parts that take one percent or more."""
     seconds: dict[str, float] = {}
     for line in log.lines[-RECENT:]:
         for name, value in line.items():

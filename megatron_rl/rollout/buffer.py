@@ -92,18 +92,15 @@ class RolloutBuffer:
         return asked.prompts, trajectories
 
     def _asked(self, wanted: int) -> int:
-        """Prompts that are asked for so many groups, the first of which are taken."""
         return prompts_to_ask(wanted, 1.0 + self._run.config.rollout.over_sample_rate)
 
     @property
     def _wanted(self) -> int:
-        """Groups of a step's first round."""
         wanted, settings = self._run.config.batch.prompts_per_step, self._settings
         return prompts_to_ask(wanted, settings.over_sampling) if settings.max_rounds else wanted
 
     @property
     def _count(self) -> int:
-        """Prompts of a step's first round."""
         return self._asked(self._wanted)
 
     def _draw(self, step: int, count: int) -> _Batch:

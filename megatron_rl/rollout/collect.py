@@ -218,7 +218,6 @@ class Collection:
         await self._finish(call.requests)
 
     async def _finish(self, requests: Iterable[int]) -> None:
-        """These have been answered to the end."""
         if self.on_finished:
             self._made |= (made := {request: self._sample(request) for request in requests})
             await asyncio.to_thread(self.on_finished, made)  # the loop goes on with the others
@@ -231,7 +230,6 @@ class Collection:
         return [t for r in self._all for t in (made[r] if r in made else self._sample(r))]
 
     def _sample(self, request: int) -> list[Trajectory]:
-        """Result of a request: a trajectory, or several sequences of a conversation."""
         p, reply = self._prompt_of(request), self._replies[request]
         return [
             Trajectory(

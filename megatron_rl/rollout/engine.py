@@ -468,7 +468,6 @@ class Engine:
         return {"known": known, "on_finished": add}
 
     def _complete(self, asked: PendingRollout) -> None:
-        """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
         stop = self.run.asked_to_stop if self.trains else (lambda: False)
         arguments = (asked.collection, self.client, self.run.ranks, self._revive)
         generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
@@ -485,7 +484,6 @@ class Engine:
         return asked.collection.trajectories() if asked.first is None else self._first(asked, asked.first)
 
     def _first(self, asked: PendingRollout, first: FirstGroups) -> list[Trajectory]:
-        """The trajectories of the groups that are taken, which become the prompts of what was asked."""
         collection, place = asked.collection, {group: number for number, group in enumerate(first.taken)}
         requests = collection.requests
         collection.keep(place)
@@ -499,7 +497,6 @@ class Engine:
         return found
 
     def _cancel(self) -> None:
-        """Give up what is still being answered."""
         for asked in self._asked:
             asked.collection.cancel()
         wait([asked.answered for asked in self._asked], CANCEL_S)

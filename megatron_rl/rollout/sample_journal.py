@@ -125,7 +125,6 @@ def _read(body: bytes) -> tuple[Samples, dict[str, str]]:
 
 
 def _bodies(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Size and content of each record, up to the first that is not whole."""
     with open(file, "rb") as opened:
         left = os.fstat(opened.fileno()).st_size
         while head := opened.read(_HEAD.size):

@@ -109,7 +109,6 @@ def _has_module(name: str) -> bool:
 
 
 def _folder_of(package: str) -> Path | None:
-    """Folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     places = list(spec.submodule_search_locations or []) if spec else []
     return Path(places[0]) if places else None

@@ -326,7 +326,6 @@ class Run:
         self.interrupt.arm()
 
     def _undo_step(self) -> None:
-        """Be as before the step that was given up."""
         if self.interrupt.armed and self._before_step is not None:
             random, rewards = self._before_step
             checkpoint.set_random_states(random)

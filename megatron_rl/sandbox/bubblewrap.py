@@ -117,7 +117,6 @@ def _filter() -> bytes:
 
 
 def _file(data: bytes) -> int:
-    """A descriptor to read `data` from."""
     descriptor = os.memfd_create("sandbox")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -434,7 +433,6 @@ def run_python(
 
 
 def _encode(text: str) -> bytes:
-    """UTF-8, whatever the text has in it."""
     return text.encode(errors="replace")
 
 

@@ -57,7 +57,6 @@ def problem() -> str:
 
 @functools.cache
 def _filter() -> Any:
-    """The seccomp filter. Errors: ImportError, OSError where libseccomp is missing."""
     import pyseccomp
 
     found = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
@@ -106,7 +105,6 @@ def _read(descriptor: int, deadline: float) -> str:
 
 
 def _child(writing: int, function: Callable[..., Any], arguments: tuple, timeout_s: float) -> None:
-    """Never returns."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):

@@ -511,7 +511,6 @@ class SGLangClient:
             raise NoAnswer(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
 
     async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
-        """End the calls to a server that gives no sign of life."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         while True:
             await asyncio.sleep(interval_s)

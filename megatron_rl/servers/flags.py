@@ -116,7 +116,6 @@ def speculates(extra_args: Sequence[str]) -> bool:
 
 
 def _pairs(extra_args: Sequence[str]) -> list[tuple[str, str]]:
-    """(flag, its value or '') of a command line."""
     pairs = []
     for word, following in pairwise([*extra_args, "--"]):
         flag, equals, value = word.partition("=")

@@ -274,7 +274,6 @@ class Servers:
         self.now, self.wall = now, self.wall + wall
 
     def _end(self, index: int) -> set[int]:
-        """Servers at which something has changed."""
         server, touched = self._servers[index], {index}
         ended = server.end(self.now)
         self._running -= len(ended)

@@ -135,7 +135,6 @@ def read_scenario(path: Path) -> tuple[Scenario, Costs]:
 
 
 def _first(error: ValidationError, prefix: str, known: Any) -> str:
-    """The first problem, with its key and, where there is no such key, the nearest."""
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
     key = prefix + ".".join(path)

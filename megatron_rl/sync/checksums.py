@@ -328,11 +328,9 @@ def _stack(blocks: list[tuple[int, list[int]]]) -> int:
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of `as_matrix` of a tensor with this shape."""
     *rows, columns = shape if len(shape) > 1 else (*shape, 1)
     return math.prod(rows), columns
 
 
 def _summary(names: list[str]) -> str:
-    """The names, with all experts as one."""
     return ", ".join(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in names))

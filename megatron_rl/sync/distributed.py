@@ -158,7 +158,6 @@ def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:
 
 
 def _own_address(server: str) -> str:
-    """Address of this machine as the server sees it."""
     from megatron_rl.distributed.processes import own_address
 
     parts = urlsplit(server)

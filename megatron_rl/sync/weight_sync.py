@@ -208,7 +208,6 @@ class WeightSync:
             return False
 
     def _served(self) -> list[str | None]:
-        """The version that each server says it has."""
         return [reply.get("weight_version") for reply in _there(self._engines).get("/model_info")]
 
     def _check_served(self) -> None:
@@ -364,7 +363,6 @@ def refuse_others(addresses: list[str], served: list[str | None], version: str) 
 
 
 def _there[T](part: T | None) -> T:
-    """A part of the connection. Errors: WeightSyncError where there is none."""
     if part is None:
         raise WeightSyncError("weight sync: not connected to the servers, or nothing was pushed yet")
     return part

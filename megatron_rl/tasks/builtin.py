@@ -98,7 +98,6 @@ def _integer(text: str) -> int:
 
 
 def _dataset(options: NumberSortingOptions) -> Sequence[dict]:
-    """reasoning-gym's number_sorting generator."""
     with _without_package_imports("reasoning_gym", "reasoning_gym.algorithmic"):
         module = importlib.import_module("reasoning_gym.algorithmic.number_sorting")
     config = module.NumberSortingConfig(

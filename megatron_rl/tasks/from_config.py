@@ -116,6 +116,5 @@ def _check_takes(function: Callable, problem: str, *arguments: object) -> None:
 
 
 def _kind(data: DataConfig) -> str:
-    """The task's name, without the data set of reasoning-gym or the environment of verifiers."""
     name = data.task.partition(":")[0]
     return name if name in ("reasoning_gym", "verifiers") else data.task

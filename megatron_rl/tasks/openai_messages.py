@@ -145,7 +145,6 @@ def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str
 
 
 def _nullable(schemas: Sequence[Schema], name: str) -> frozenset[str]:
-    """Arguments that a tool requires and that may be null."""
     functions = [schema["function"] for schema in schemas if schema["function"]["name"] == name]
     match functions:
         case [{"parameters": {"properties": dict(fields), "required": list(required)}}, *_]:
@@ -154,7 +153,6 @@ def _nullable(schemas: Sequence[Schema], name: str) -> frozenset[str]:
 
 
 def _takes_null(schema: Any) -> bool:
-    """True where a JSON schema lets a value be null."""
     if not isinstance(schema, dict):
         return False
     kind, alternatives = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))

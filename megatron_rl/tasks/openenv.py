@@ -156,7 +156,6 @@ class Session:
 
 
 def _details(errors: Any) -> str:
-    """Describe pydantic's errors of an action: the field, and why."""
     found = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors or ()]
     return f" ({'; '.join(found)[:300]})" if found else ""
 
@@ -268,7 +267,6 @@ class OpenEnv(Task):
 
 
 def _headers(given: Any) -> dict[str, str]:
-    """Errors: UserError."""
     if not isinstance(given, Mapping):
         raise UserError("config: data.options.headers: {NAME: VALUE} is wanted")
     return {str(name): read(str(value), f"data.options.headers.{name}") for name, value in given.items()}

@@ -187,7 +187,6 @@ class PreferenceRows(RowTask):
         return value
 
     def _numbers(self, row: dict[str, Any], name: str, count: int, of: str) -> list[float]:
-        """A list of `count` numbers, one for each element of the column `of`."""
         values = self._elements(row, name)
         if len(values) != count:
             raise ValueError(f"'{name}' has {len(values)} values for the {count} of '{of}'")

@@ -50,7 +50,6 @@ class PublicSet(RowTask):
         raise NotImplementedError
 
     def _read(self, path: str, key: str, subset: str, split: str) -> Iterator[Row]:
-        """subset: the option that names it."""
         if _is_file(path):
             return read_file(path, key)
         return read_hub(path, key, self.data.options.get(subset), split)
@@ -83,7 +82,6 @@ class PublicSet(RowTask):
 
 
 def _is_file(path: str) -> bool:
-    """True if it is one file, and not a data set with splits."""
     return Path(path).suffix in (".jsonl", ".parquet")
 
 

@@ -190,7 +190,6 @@ class Attempts(Environment):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Name -> (data set class, config class)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # cellpylib's SyntaxWarnings
         import reasoning_gym  # noqa: F401 (registers its data sets)
@@ -239,7 +238,6 @@ def score(name: str, options: str, entry: dict[str, Any], answer: str) -> dict[s
 
 @cache
 def _evaluates(kind: type) -> bool:
-    """Tell whether the scorer of a data set, or a method that it calls, evaluates texts."""
     source = inspect.getsource(kind.score_answer)  # type: ignore[attr-defined]  # all of the package's data sets have it
     methods = [getattr(kind, name, None) for name in re.findall(r"self\.(\w+)\(", source)]
     return any(

@@ -81,7 +81,6 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """Rows of a table; None, and why, for one whose texts cannot be read."""
     try:
         yield from ((row, "") for row in batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -268,7 +267,6 @@ class RowTask(Task):
 
     @staticmethod
     def _empty(row: dict[str, Any], needed: Iterable[str]) -> str:
-        """The problem of a row that has all columns, or ''."""
         for name in needed:
             value = get(row, name)
             if value is None or (isinstance(value, str | list) and not len(value)):
@@ -276,7 +274,6 @@ class RowTask(Task):
         return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
-        """Errors: ValueError for a conversation or a text that is none."""
         if self.demonstrations and self.data.tokens_key and has_tokens(row, self.data.tokens_key):
             return self._of_tokens(where, row, read_recorded(row, self.data.tokens_key))
         if self._is_text(row):
@@ -301,7 +298,6 @@ class RowTask(Task):
         return Prompt(where, text, answer, response, messages, tools=tools)
 
     def _demonstration(self, row: dict[str, Any], tools: Sequence[Schema]) -> str | list[Message]:
-        """Errors: ValueError for what cannot be learned as a response."""
         name = self.data.response_key
         value = self._value(row, name, tools)
         if not isinstance(value, list):
@@ -314,7 +310,6 @@ class RowTask(Task):
         return value
 
     def _tools(self, row: dict[str, Any]) -> list[Schema]:
-        """The row's own tools. Errors: ValueError for what is no list of their schemas."""
         name = self.data.tools_key
         value = get(row, name) if name else MISSING
         try:

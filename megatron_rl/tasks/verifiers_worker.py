@@ -134,7 +134,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _join(opened: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what comes, in both directions."""
     with contextlib.suppress(OSError):
         further, back = await opened()
         await asyncio.gather(_pump(reader, back), _pump(further, writer))
@@ -199,7 +198,6 @@ async def _episode(env: vf.Env, task: vf.Task, request: dict[str, Any], relay: s
 
 
 def _work_in(folder: str) -> None:
-    """Temporary files and the folders of programs lie in the folder."""
     from verifiers.v1.runtimes import subprocess as runtime
 
     os.environ["TMPDIR"] = tempfile.tempdir = folder

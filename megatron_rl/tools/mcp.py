@@ -51,7 +51,6 @@ RELAY = Path(__file__).with_name("mcp_relay.py")
 
 @contextlib.asynccontextmanager
 async def _bounded(target: str | StdioServerParameters, headers: dict[str, str]) -> AsyncIterator[Any]:
-    """The connection to a server, with a bound on the size of its messages."""
     if isinstance(target, str):
         hooks = {"response": [_bound]}
         async with httpx2.AsyncClient(timeout=HTTP_TIMEOUT, headers=headers | PLAIN, event_hooks=hooks) as http:
@@ -278,7 +277,6 @@ def _of_kind(mime_type: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first plain exception of a group, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {credentials.hide(' '.join(str(error).split()))[:300]}"  # it may quote the address

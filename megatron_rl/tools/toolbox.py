@@ -140,8 +140,6 @@ def make_tool(name: str, options: dict[str, Any]) -> Tool:
 
 @dataclass
 class _Held:
-    """A conversation's state of one tool."""
-
     state: Any
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     over: bool = False

@@ -146,12 +146,10 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
 
 
 def _has_holes(trainer: Trainer) -> bool:
-    """True if a weight may have optimizer state in one layer and none in another."""
     return bool(trainer.config.model.freeze)
 
 
 def _companions(trainer: Trainer) -> dict[str, Trainer]:
-    """Companions that train too."""
     return {name: companion for name, companion in trainer.companions.items() if companion.trains}
 
 
@@ -334,7 +332,6 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
 
 
 def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer) -> None:
-    """Errors: UserError where the optimizer's state is of other weights than those that train."""
     frozen, now = state.get("freeze", []), sorted(learner.config.model.freeze)
     if frozen != now:
         raise UserError(
@@ -344,13 +341,11 @@ def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer)
 
 
 def _optimizer_of(trainer: Trainer) -> dict[str, Any]:
-    """The optimizer, and the names of what it keeps for a weight."""
     opt = trainer.config.optimizer
     return {"name": opt.name, "states": list(OPTIMIZERS[opt.name].states(opt))}
 
 
 def _check_optimizer(path: Path, key: str, state: dict[str, Any], learner: Trainer) -> None:
-    """Errors: UserError where the optimizer's state is that of another one."""
     saved = state.get("optimizer", {"name": "adam", "states": ["exp_avg", "exp_avg_sq"]})  # in older ones it was Adam
     now = _optimizer_of(learner)
     if saved != now:

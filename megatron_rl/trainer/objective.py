@@ -407,7 +407,6 @@ class Policy(Objective[HeadOutputs]):
         return losses.constant_total(count, batch.segments, batch.sequence_lengths, longest)
 
     def _without(self, gone: Tensor, batch: Batch, corrected: TokenWeights) -> TokenWeights:
-        """Weights of 0 for the tokens `gone` [T], and for their sequences where the loss's ratio is a sequence's."""
         if not self.loss.per_token:
             (in_sequence,) = batch.segments.sums(gone.float())
             gone = batch.mask & (batch.segments.spread_out(in_sequence) > 0)

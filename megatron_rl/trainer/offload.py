@@ -143,7 +143,6 @@ def _drop_quantized(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _rest(trainer: Trainer) -> Iterator[Tensor]:
-    """Tensors that are neither weights of the policy nor gradients."""
     weights = {t.untyped_storage()._cdata for t in _tensors(trainer.chunks)}
     others = [_tensors(trainer.reference or [])]
     others += [hook.tensors() for hook in trainer.hooks]
@@ -160,7 +159,6 @@ def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:
-    """Parameters of an inner optimizer, and its state."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():

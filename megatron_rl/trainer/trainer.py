@@ -375,7 +375,6 @@ class Trainer:
             hook.after_reduction()
 
     def _router_losses(self, batch: Batch, weight: float) -> RouterLosses | None:
-        """Record of the routers' losses in a micro-batch; None of a dense model."""
         if not expert_count(self.model.hf_config):
             return None
         settings = self.chunks[0].config
@@ -418,7 +417,6 @@ class Trainer:
             hook.after_pass(stage)
 
     def _run(self, asked: ModelPass) -> list[Result | None]:
-        """Results of the objective, one a micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
         if self.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
@@ -572,7 +570,6 @@ class Trainer:
         return dict(zip(mine, to_integers([*mine.values()]), strict=True))
 
     def _exported(self) -> list[WeightConversionTask]:
-        """The parameters as they are."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         if self._export_plan is None:

@@ -149,7 +149,6 @@ def _with_the_others(program: str, tree: ast.Module, blocks: Sequence[str]) -> s
 
 
 def _free(tree: ast.Module) -> set[str]:
-    """Names that code takes from elsewhere."""
     nodes = [*ast.walk(tree)]
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return loaded - _bound(nodes) - {*dir(builtins)}
@@ -166,13 +165,11 @@ def _typed_in(code: str) -> str:
 
 
 def _reads_input(tree: ast.Module) -> bool:
-    """Tell whether a script takes something from its standard input."""
     names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in ast.walk(tree)}
     return not names.isdisjoint({"input", "stdin", "open", "fileinput"})
 
 
 def _read(code: str) -> ast.Module | None:
-    """Its syntax tree; None where it is no program."""
     try:
         with warnings.catch_warnings(action="ignore"):  # a policy's code would fill the run's console with them
             compile(code, "program.py", "exec", dont_inherit=True)  # which also refuses a return that is in no function
@@ -206,7 +203,6 @@ def _is_nothing(line: ast.stmt) -> bool:
 
 
 def _does_something(tree: ast.Module) -> bool:
-    """Tell whether it is more than an output that happens to be Python."""
     active = ast.Call | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return any(isinstance(node, active) for node in ast.walk(tree))
 
@@ -255,7 +251,6 @@ def tests_of_row(row: Mapping[str, Any], answer: Any, prompt: str) -> Tests:
 
 
 def _text(value: Any) -> str:
-    """Source, also in a list of lines. Errors: ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -345,7 +340,6 @@ _STAND_IN = frozenset({"allclose", "float32", "float64", "ndarray"})
 
 
 def _of_numpy(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that the tests take of numpy."""
     imported = [node for node in nodes if isinstance(node, ast.Import)]
     names = {alias.asname or alias.name for node in imported for alias in node.names if alias.name[:5] == "numpy"}
     found = {
@@ -360,20 +354,17 @@ def _of_numpy(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _called(node: ast.AST) -> str:
-    """The name that a call calls, of a function or a method; '' for another node."""
     function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _imported(nodes: Sequence[ast.AST]) -> set[str]:
-    """Modules at the top that are imported."""
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] or name for name in found}
 
 
 def _bound(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that code gives values to itself."""
     found = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     found |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}

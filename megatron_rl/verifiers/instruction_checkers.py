@@ -118,5 +118,4 @@ def _usual(sign: str) -> str:
 
 
 def _is_visible(text: str) -> bool:
-    """Tell whether there is anything in a text but blanks and signs of no width."""
     return any(unicodedata.category(sign)[0] not in "ZC" for sign in text)

@@ -102,7 +102,6 @@ def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str)
 
 
 def _factors(product: Any) -> list[str]:
-    """The factors of a product of numbers with their exponents, 1 and -1 left out."""
     found = []
     for factor in Mul.make_args(product):
         base, exponent = factor.as_base_exp() if isinstance(factor, Pow) else (factor, 1)
@@ -115,7 +114,6 @@ def _factors(product: Any) -> list[str]:
 
 
 def _degree(product: Any) -> int:
-    """The number of factors with letters, each as often as its exponent says; 0 where one is no polynomial."""
     count = 0
     for factor in Mul.make_args(product):
         base, exponent = factor.args if isinstance(factor, Pow) else (factor, Integer(1))
@@ -128,7 +126,6 @@ def _degree(product: Any) -> int:
 
 
 def _has_brackets(node: Any) -> bool:
-    """Tell whether a sum is multiplied there, or raised to a power."""
     if isinstance(node, Mul):
         return sum(isinstance(factor, Add) for factor in node.args) > 0 and len([f for f in node.args if f != -1]) > 1
     return isinstance(node, Pow) and isinstance(node.base, Add) and node.exp.is_Integer and node.exp > 1
@@ -157,7 +154,6 @@ def _is_collected(expression: Any) -> bool:
 
 
 def _is_solved(relation: Any) -> bool:
-    """Tell whether one side of a relation is a letter that the other one has not."""
     if not isinstance(relation, Relational):
         return False
     left, right = relation.lhs, relation.rhs
@@ -165,7 +161,6 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _has_root_below(expression: Any) -> bool:
-    """Tell whether a root of a number is in a denominator."""
     return any(
         isinstance(node, Pow)
         and node.exp.is_negative
@@ -176,7 +171,6 @@ def _has_root_below(expression: Any) -> bool:
 
 
 def _size(expression: Any) -> int:
-    """Numbers and letters of an expression; -1 as a factor or an exponent is a sign."""
     return sum(not node.args and node != -1 for node in preorder_traversal(expression))
 
 
@@ -291,7 +285,6 @@ def _is_of(text: str, name: str) -> bool:
 
 
 def _exact_part(text: str) -> str:
-    """A formula without its approximation."""
     exact, *rough = re.split(r"\\approx|≈", text)
     return rough[0] if rough and is_name(exact) else exact
 

@@ -112,7 +112,6 @@ def unwrap(text: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    """Tell whether each brace in a text has its other one there."""
     depth = 0
     for sign in re.findall(r"(?<!\\)[{}]", text):
         depth += 1 if sign == "{" else -1
@@ -210,7 +209,6 @@ def _paired(text: str) -> str:
 
 
 def _alone(words: list[str]) -> Iterator[Number]:
-    """The numbers between blanks, but for operands."""
     around = ["", *words, ""]
     for before, word, behind in zip(around, words, around[2:], strict=False):
         if not (_OPERATES.search(before) or _OPERATES.search(behind)) and (

@@ -64,7 +64,6 @@ def read_expression(text: str) -> Expression | None:
 
 
 def _depth(text: str) -> int:
-    """How many brackets are open at once, at most."""
     depths = accumulate(1 if sign in "({[" else -1 for sign in re.findall(r"[(){}\[\]]", text))
     return max(depths, default=0)
 
@@ -92,12 +91,10 @@ def is_unfinished(expression: Expression) -> bool:
 
 
 def _in_order(chain: Any) -> tuple[Any, ...]:
-    """The relations of a chain a < b < c, as they stand there."""
     return chain._unsorted_args
 
 
 def _factors(product: Mul) -> tuple[list[Any], list[Any]]:
-    """(numbers, reciprocals of numbers) of a product, without 1 and -1."""
     numbers = [a for a in product.args if isinstance(a, sympy.Number) and abs(a) != 1]
     below = [a for a in product.args if isinstance(a, Pow) and a.exp == -1 and a.base.is_Number and abs(a.base) != 1]
     return numbers, below
@@ -130,7 +127,6 @@ def are_equal(gold: Any, answer: Any) -> bool:
 
 
 def _without_names(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Both without `x =`, where one of them has none."""
     names = [_name(x) for x in (gold, answer)]
     if all(names) and names[0] != names[1]:
         return gold, answer
@@ -154,7 +150,6 @@ def _point(x: Any) -> Any:
 
 
 def _name(x: Any) -> Any:
-    """The symbol, function or tuple of symbols that an equation gives a value, or None."""
     first = _in_order(x)[0] if isinstance(x, And) and _in_order(x) else x
     if not _is_equation(x) or not isinstance(first, Eq):
         return None
@@ -212,14 +207,12 @@ def _are_equal_values(gold: Any, answer: Any) -> bool:
 
 
 def _number(x: Any) -> Number | None:
-    """A number as it was written."""
     if isinstance(x, sympy.Float):
         return read_number(str(x).rstrip("0").rstrip("."))
     return Number(Fraction(int(x.p), int(x.q))) if isinstance(x, Rational) else None
 
 
 def _exact(x: Any) -> Any:
-    """The expression with its decimal numbers as fractions, computed."""
     return x.xreplace({number: Rational(str(number)) for number in x.atoms(sympy.Float)}).doit()
 
 
@@ -251,7 +244,6 @@ def _elements(x: Any) -> list[Any]:
 
 
 def _match(gold: list[Any], answer: Iterable[Any]) -> bool:
-    """Tell whether the elements are the same, in whatever order."""
     left = list(answer)
     if len(left) != len(gold):
         return False
@@ -294,7 +286,6 @@ def _from_zero(relation: Any) -> tuple[type, Any]:
 
 
 def _as_set(relation: Any) -> Any:
-    """The values of its one variable for which a relation holds."""
     parts = _in_order(relation) if isinstance(relation, And) else [relation]
     calls = {
         call: Symbol("value", real=True) for part in parts for call in part.atoms(sympy.core.function.AppliedUndef)

@@ -142,7 +142,6 @@ class Number:
 
 
 def _is_periodic(value: Fraction) -> bool:
-    """Tell whether its decimal digits have no end."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

@@ -83,7 +83,6 @@ def _line(text: str, start: int) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line of a text, from the beginning of a formula that ends with it."""
     for begin, end in _DISPLAYED:
         if text.rstrip(".").endswith(end) and (found := text.rfind(begin, 0, text.rindex(end))) >= 0:
             return text[text.rfind("\n", 0, found) + 1 :].strip()
@@ -91,7 +90,6 @@ def _last_line(text: str) -> str:
 
 
 def _tags(text: str) -> list[tuple[int, Statement]]:
-    """(start, content) of each <answer> with an end; one within another is not seen."""
     found, position = [], 0
     for opened in _TAG.finditer(text):
         if opened.start() < position:
@@ -126,5 +124,4 @@ def _boxes(text: str) -> list[tuple[int, Statement]]:
 
 
 def _are_linked(between: str) -> bool:
-    """Tell whether what stands between two boxes makes them one list."""
     return len(between) < 100 and bool(_LINK.fullmatch(_NO_WORDS.sub(r" \1 ", between).strip()))

@@ -260,7 +260,6 @@ class Stein(UpdateHook):
         )
 
     def _norms(self, squares: list[list[float]]) -> list[list[float]]:
-        """This process's parts of squared norms, by kind and layer -> the norms, by layer and kind. Collective."""
         parts = torch.tensor(squares, dtype=torch.float64).to(self._device)
         for group in (self.experts.expert_group, self.experts.slice_group, self.experts.replica_group):
             if group.size() > 1:
@@ -308,7 +307,6 @@ class Stein(UpdateHook):
         return _square_of(map(_gradient, parameters)) / self.experts.replica_group.size()
 
     def _figures(self, number: int, found: _Interaction) -> dict[str, Metric]:
-        """Means over pairs of experts, which all processes have alike."""
         p = self.experts.prototypes(number)
         apart = ~torch.eye(len(p), dtype=torch.bool, device=p.device)
         similar = p @ p.t()
@@ -330,7 +328,6 @@ def of_layers(layers: Mapping[int, Mapping[str, Metric]]) -> Metrics:
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """The buffer that Megatron's DDP gives a parameter."""
     return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (DDP adds it)
 
 

@@ -225,7 +225,6 @@ class TrustRegion(UpdateHook):
         return Verdict(0.0, backtracks, first)
 
     def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:
-        """Mean over the probe tokens of all processes, by layer."""
         sums = []
         for number, seen in self._seen.items():
             layer, anchor = self.experts.layers[number], self._anchors[number]
@@ -259,7 +258,6 @@ class TrustRegion(UpdateHook):
 
 
 def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
-    """Weight and, where it has one, bias."""
     return [router.weight] if router.bias is None else [router.weight, router.bias]
 
 

@@ -120,7 +120,6 @@ def _left(tree: ast.Module, path: str) -> Iterator[Place]:
 
 
 def _mentions(node: ast.AST) -> Iterator[str]:
-    """Names in this node of a changed tree that still speak of a GPU."""
     if isinstance(node, ast.Attribute):
         if isinstance(node.value, ast.Name) and node.value.id == rules.SHIM:
             if not _has(node.attr):

@@ -1,8 +1,8 @@
 """The first groups of a step whose responses have all come; what is still being sampled then is aborted.
 
 Over-sampling as verl (over_sample_rate), SkyRL and slime do it, and as the runs of "Pr2: Predictive Routing Replay" (appendix
-E.1) have it: a step asks for (1 + rate) times its prompts, and does not wait for the last ones. What is learned from is shorter
-by that than what the policy says.
+E.1) have it: a step asks for (1 + rate) times its prompts, and does not wait for the last ones. What is learned from is
+shorter by that than what the policy says.
 """
 
 from __future__ import annotations

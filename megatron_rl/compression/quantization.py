@@ -15,7 +15,6 @@ import copy
 import importlib.metadata
 import io
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.families import family_of, is_classifier
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 
 # -- int4 ----------------------------------------------------------------------------------------------------------------
@@ -209,22 +208,16 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
     # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
     # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
     # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
-    partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        if form == "fp8_tensor":
-            plain_ones = ["lm_head", "*.gate", *(f"*layers.{layer}.*" for layer in keep_layers)]
-            settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
-        else:
-            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
-            settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
+    layers = _Layers(model)
+    if form == "fp8_tensor":
+        plain_ones = ["lm_head", "*.gate", *(f"*layers.{layer}.*" for layer in keep_layers)]
+        settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
+    else:
+        plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
+        settings, tensors = quantization_config(plain_ones), int4_quantized(read_weights(source), layers.int4)
+    with whole_folder(out) as partial:
         copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
         write_weights(partial, tensors)
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:

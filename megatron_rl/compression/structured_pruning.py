@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 
@@ -63,17 +62,9 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
     check_weight_files(source)
     config: Any = read_hf_config(source)
     shape = Shape.from_config(config)
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole_folder(out, replace=True) as partial:
         copy_metadata(source, partial, config.dtype or torch.float32, new_config(source, sizes, kept.layers))
         write_weights(partial, cut(read_weights(source), shape, kept))
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +43,7 @@ from megatron_rl.models.adapters import (
 )
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
 from megatron_rl.models.families import CLASSIFIER, architecture, family_of, is_classifier
-from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
+from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, whole_folder, write_weights
 from megatron_rl.models.identical_layers import set_batch_invariant
 from megatron_rl.models.parallel_check import expert_count, one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
@@ -318,21 +317,16 @@ class Model:
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
-        partial = out.with_name(out.name + ".partial")
         tensors = wrap(self.export_hf_weights(chunks, plan))
 
         def save() -> None:
             try:
                 if dist.get_rank() > 0:
                     return
-                shutil.rmtree(partial, ignore_errors=True)
-                self.save_hf_metadata(partial)
-                write_weights(partial, tensors, shard_bytes)
-                complete(partial)
-                shutil.rmtree(out, ignore_errors=True)
-                partial.rename(out)
-            except OSError as error:
-                raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+                with whole_folder(out, replace=True) as partial:
+                    self.save_hf_metadata(partial)
+                    write_weights(partial, tensors, shard_bytes)
+                    complete(partial)
             finally:
                 for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
                     pass

@@ -38,6 +38,7 @@ from megatron_rl.models.hf_folder import (
     check_weight_files,
     copy_metadata,
     read_weights,
+    whole_folder,
     write_weights,
 )
 from megatron_rl.models.parallel_check import check_parallel, one_line, read_hf_config
@@ -94,13 +95,11 @@ def _convert_adapters(
         )
     if int(os.environ.get("RANK", "0")):
         return out
-    try:
-        if adapter:
-            shutil.copytree(adapters, out)
-        else:
-            merge_folder(adapters, out, base, source / "hf" if (source / "hf").is_dir() else None)
-    except OSError as error:
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+    if adapter:
+        with whole_folder(out) as partial:
+            shutil.copytree(adapters, partial)
+    else:
+        merge_folder(adapters, out, base, source / "hf" if (source / "hf").is_dir() else None)
     return out
 
 
@@ -166,8 +165,7 @@ def megatron_to_hf(
                 export.complete(folder)
             checksums.compare(read_weights(folder), f"model folder {out}")
 
-        with _removed_if_refused(out):
-            model.save_hf(chunks, out, wrap, complete, plan=plan, shard_bytes=size)
+        model.save_hf(chunks, out, wrap, complete, plan=plan, shard_bytes=size)
         _tell_verified(out, checksums)
     return out
 
@@ -186,31 +184,13 @@ def quantize_folder(hf_dir: Path, out: Path) -> Path:
             f" megatron-rl convert {hf_dir} CHECKPOINT"
         )
     fp8.check_folder(hf_dir)
-    partial, export, checksums = out.with_name(out.name + ".partial"), fp8.Export(), Checksums()
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    export, checksums = fp8.Export(), Checksums()
+    with whole_folder(out) as partial:
         copy_metadata(hf_dir, partial, torch.bfloat16)
         write_weights(partial, checksums.watch(export.wrap(read_weights(hf_dir))))
         export.complete(partial)
         checksums.compare(read_weights(partial), f"model folder {out}")
-        partial.rename(out)
-    except UserError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
     return out
-
-
-@contextlib.contextmanager
-def _removed_if_refused(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
-        raise
 
 
 def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) -> None:

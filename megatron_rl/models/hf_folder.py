@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -258,6 +259,25 @@ class ShardWriter:
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path, kind: str = "model folder", *, replace: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill, which gets the name `out` at the end; after an error nothing is left of it.
+
+    replace: what had that name is removed then. Errors: UserError where it cannot be written.
+    """
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+        if replace:
+            shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"{kind} {out}: could not be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> None:

@@ -7,7 +7,6 @@ adapter over the fused rows: its A is that of all of them, and its B is cut by r
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron_rl.data.hub import as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import Adapter, any_number, is_target
 from megatron_rl.models.bridges import make_bridge
-from megatron_rl.models.hf_folder import copy_metadata, read_weights, write_weights
+from megatron_rl.models.hf_folder import copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape, parameter_names
 
@@ -338,14 +337,10 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
 
     config = json.loads((base / "config.json").read_text())
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    partial = out.with_name(out.name + ".partial")
-    try:
+    with whole_folder(out) as partial:
         copy_metadata(metadata or base, partial, dtype)
         write_weights(partial, merged())
         if left:
             raise UserError(
                 f"adapter folder {folder}: {sorted(left)[0]} is no layer of the model {base}; name another --base"
             )
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
@@ -26,11 +25,11 @@ from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed.parallel import Interrupt, Ranks, process_group
-from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
 from megatron_rl.models import fp8
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
+from megatron_rl.models.hf_folder import whole_folder
 from megatron_rl.models.packed import LayerOutputs, PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.value_head import value_head
@@ -589,14 +588,8 @@ class Trainer:
         tensors = self.model.gather_adapters(self.chunks)
 
         def write() -> None:
-            partial = out.with_name(out.name + ".partial")
-            try:
-                shutil.rmtree(partial, ignore_errors=True)
+            with whole_folder(out, "adapter folder", replace=True) as partial:
                 self.model.write_adapters(tensors, partial)
-                shutil.rmtree(out, ignore_errors=True)
-                partial.rename(out)
-            except OSError as error:
-                raise UserError(f"adapter folder {out}: could not be written ({error.strerror or error})") from None
 
         self.ranks.main_does(write)
 

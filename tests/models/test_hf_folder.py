@@ -22,6 +22,7 @@ from megatron_rl.models.hf_folder import (
     check_weight_files,
     read_tokenizer,
     weights_digest,
+    whole_folder,
 )
 from megatron_rl.models.parallel_check import read_hf_config
 
@@ -205,3 +206,23 @@ def test_all_that_goes_with_any_weights_is_kept_and_nothing_of_these(inside, tin
         t.apply_chat_template(messages, chat_template="tool_use", tools=[], tokenize=False) for t in (tokenizer, copied)
     ]
     assert rendered[0] == rendered[1] and rendered[0].startswith("TOOLS")
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "out"
+    for error, expected in ((KeyError("x"), KeyError), (OSError(28, "disk full"), UserError)):
+        message = "x|model folder .*out: could not be written .disk full"
+        with pytest.raises(expected, match=message), whole_folder(out) as partial:
+            partial.mkdir()
+            (partial / "file").write_text("half")
+            raise error
+        assert not list(tmp_path.iterdir())
+    for text, replace in (("first", False), ("second", True)):
+        with whole_folder(out, replace=replace) as partial:
+            partial.mkdir()
+            (partial / text).write_text(text)
+            assert not (out / text).exists()
+        assert [file.name for file in out.iterdir()] == [text]
+    with pytest.raises(UserError, match="adapter folder"), whole_folder(out, "adapter folder") as partial:
+        partial.mkdir()
+    assert (out / "second").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]

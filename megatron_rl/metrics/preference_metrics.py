@@ -11,7 +11,7 @@ from megatron_rl.algorithms.preference import area_under_curve, calibration_erro
 from megatron_rl.metrics.reduce import Metrics, derived, mean
 
 
-def pair_metrics(chosen: Tensor, rejected: Tensor, prefix: str = "preference") -> Metrics:
+def pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
     """Metrics of pairs [P] of scores. The names are TRL's, where it has them.
 
     accuracy: share of the pairs in which the chosen one has the higher score, equal ones counting half; margin: mean
@@ -21,15 +21,15 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, prefix: str = "preference") -
     chosen, rejected, count = chosen.detach(), rejected.detach(), len(chosen)
     right = ((chosen - rejected).sign() + 1) / 2
     return {
-        f"{prefix}/accuracy": mean(right.sum(), count),
-        f"{prefix}/margin": mean((chosen - rejected).sum(), count),
-        f"{prefix}/chosen": mean(chosen.sum(), count),
-        f"{prefix}/rejected": mean(rejected.sum(), count),
-        f"{prefix}/calibration_error": derived(_calibration, pair_calibration(chosen, rejected).numpy()),
+        "preference/accuracy": mean(right.sum(), count),
+        "preference/margin": mean((chosen - rejected).sum(), count),
+        "preference/chosen": mean(chosen.sum(), count),
+        "preference/rejected": mean(rejected.sum(), count),
+        "preference/calibration_error": derived(_calibration, pair_calibration(chosen, rejected).numpy()),
     }
 
 
-def label_metrics(scores: Tensor, labels: Tensor, prefix: str = "preference") -> Metrics:
+def label_metrics(scores: Tensor, labels: Tensor) -> Metrics:
     """Metrics of all N scores of an update, logits of labels from 0 to 1. Above 1/2 a label is a yes, below a no, 1/2 neither.
 
     accuracy: share of the scores on the label's side, where scores of 0 and labels of 1/2 count half; positives: share of the
@@ -39,12 +39,12 @@ def label_metrics(scores: Tensor, labels: Tensor, prefix: str = "preference") ->
     scores, labels = scores.detach(), labels.detach()
     sides = (labels - 0.5).sign()
     found = {
-        f"{prefix}/accuracy": mean(((scores.sign() * sides + 1) / 2).sum(), len(scores)),
-        f"{prefix}/positives": mean(((sides + 1) / 2).sum(), len(scores)),
-        f"{prefix}/calibration_error": derived(_calibration, label_calibration(scores, labels).numpy()),
+        "preference/accuracy": mean(((scores.sign() * sides + 1) / 2).sum(), len(scores)),
+        "preference/positives": mean(((sides + 1) / 2).sum(), len(scores)),
+        "preference/calibration_error": derived(_calibration, label_calibration(scores, labels).numpy()),
     }
     area = area_under_curve(scores[sides > 0], scores[sides < 0])
-    return found if area.isnan() else found | {f"{prefix}/auc": mean(float(area), 1)}
+    return found if area.isnan() else found | {"preference/auc": mean(float(area), 1)}
 
 
 def _calibration(sums: Any) -> float:

@@ -39,8 +39,8 @@ SGLANG = "0.5.23"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 
 
-def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantize [N, K] to e4m3 [N, K] and scale_inv, fp32 [ceil(N / block), ceil(K / block)]: amax / 448 of each block.
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [N, K] to e4m3 [N, K] and scale_inv, fp32 [ceil(N / BLOCK), ceil(K / BLOCK)]: amax / 448 of each block.
 
     weight ~ e4m3 * scale_inv, wrong by half a step of e4m3 at most; the last blocks may be smaller. A block without an
     element above 2**-24 becomes zeros with scale 1.
@@ -48,7 +48,7 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     from modelopt.torch.quantization.qtensor import FP8QTensor  # seconds, for who needs it
     from modelopt.torch.quantization.utils import reduce_block_amax, reduce_block_padding
 
-    sizes = {-1: block, -2: block}
+    sizes = {-1: BLOCK, -2: BLOCK}
     weight = weight.detach().float()  # modelopt would compute, and round, the scales in the weight's own dtype
     amax = reduce_block_amax(reduce_block_padding(weight, sizes), sizes)
     # As modelopt's fake quantization has it, so that trainer and engine round alike (`experts.py`); the scale that
@@ -58,10 +58,10 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     return quantized._quantized_data.contiguous(), scale_inv
 
 
-def dequantize_blocks(quantized: Tensor, scale_inv: Tensor, block: int = BLOCK) -> Tensor:
+def dequantize_blocks(quantized: Tensor, scale_inv: Tensor) -> Tensor:
     """The inverse of quantize_blocks: fp32 [N, K]."""
     rows, columns = quantized.shape
-    scales = scale_inv.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    scales = scale_inv.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return quantized.float() * scales
 
 

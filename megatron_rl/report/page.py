@@ -60,7 +60,7 @@ def report_command(folders: Sequence[Path]) -> None:
     print(f"report: {page}")
 
 
-def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str | None = None) -> Path:
+def write_report(run_dirs: Path | str | Sequence[Path | str]) -> Path:
     """Write the page and return its path: report.html in the run's folder, or beside the first of several runs.
 
     Errors: UserError where a folder holds no run, or the page cannot be written.
@@ -71,7 +71,7 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
-    path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
+    path = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     hidden = repeated([run.lines for run in runs])
     charts = charts_of(dict.fromkeys(metric for run in runs for metric in run.metrics))
     sections = {name: _section(runs, hidden, name, found) for name, found in charts.items()}

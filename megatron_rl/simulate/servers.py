@@ -221,10 +221,10 @@ class Servers:
         while any(self._open.values()):
             self._next(math.inf, computing=False)
 
-    def pass_time(self, seconds: float, *, computing: bool = True) -> None:
-        """Go on for so many seconds of work; computing: the trainer does too."""
+    def pass_time(self, seconds: float) -> None:
+        """Go on for so many seconds of the trainer's work."""
         until = self.now + seconds
-        while self._next(until, computing=computing):
+        while self._next(until, computing=True):
             pass
 
     def pause(self) -> None:

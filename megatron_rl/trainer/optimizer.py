@@ -19,9 +19,7 @@ from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.models.precision import TRAIN
 
 
-def wrap_ddp(
-    config: Config, chunks: Sequence[GPTModel], bucket_size: int | None = None, *, reduce_early: bool = True
-) -> list[DistributedDataParallel]:
+def wrap_ddp(config: Config, chunks: Sequence[GPTModel], *, reduce_early: bool) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step.
 
     reduce_early: beside the backward, where that helps.
@@ -32,7 +30,6 @@ def wrap_ddp(
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_grad_reduce=(overlap or torch.cuda.is_available()) and reduce_early,
         overlap_param_gather=overlap,
-        bucket_size=bucket_size,
         check_for_nan_in_grad=False,  # the optimizer step looks at the norm and skips: see Trainer.update
     )
     wrapped = [

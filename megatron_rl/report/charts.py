@@ -124,7 +124,7 @@ NO_CURVES += ("routing/layer_*/update_*/*",)
 _DECLARED = [pattern for charts in SECTIONS.values() for chart in charts for pattern in chart.series]
 _DRAWN = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^/]+") for pattern in (*_DECLARED, *NO_CURVES)))
 _PART = re.compile(r"/(layer|update)_\d+/")
-_STATISTIC = re.compile(r"_(mean|median|max|min|p\d+)$")
+_STATISTIC = re.compile(r"[_/](mean|median|std|max|min|p\d+)$")
 
 
 def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
@@ -134,8 +134,8 @@ def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
-        if not _DRAWN.fullmatch(name):
-            part, whole = _PART.search(name), _PART.sub("/", name)
+        part, whole = _PART.search(name), _PART.sub("/", name)
+        if not _DRAWN.fullmatch(name) and not _DRAWN.fullmatch(whole):
             series = groups.setdefault(_STATISTIC.sub("", whole), {})
             statistic = _STATISTIC.search(whole)
             series.setdefault(whole, statistic[1] if statistic else whole.rpartition("/")[2])

@@ -179,7 +179,7 @@ def check_options(data: DataConfig, known: Iterable[str]) -> None:
 
 def read_options[T](data: DataConfig, kind: type[T]) -> T:
     """data.options as the fields of a pydantic dataclass. Errors: UserError naming the key."""
-    check_options(data, (field.name for field in dataclasses.fields(kind)))  # pyright: ignore[reportArgumentType]
+    check_options(data, [field.name for field in dataclasses.fields(kind)])  # pyright: ignore[reportArgumentType]
     try:
         return TypeAdapter(kind).validate_python(data.options)
     except ValidationError as error:

@@ -396,11 +396,13 @@ def test_each_metric_of_a_chart_can_be_drawn(tmp_path):
 
 def test_a_metric_has_its_layers_and_its_other_statistics_beside_it():
     names = ["step", "vp2o/overlap", "vp2o/layer_01/overlap", "vp2o/layer_02/overlap", "pruning/coverage"]
-    names += ["pruning/coverage_min", "time/step_s", "mismatch/p<0.1/abs", "mine"]
+    names += ["pruning/coverage_min", "time/step_s", "mismatch/p<0.1/abs", "mine", "advantage/mean", "advantage/std"]
+    names += ["routing/agreement", "routing/layer_01/agreement", "routing/update_1/deviation_0"]
     declared = {heading: len(charts) for heading, charts in SECTIONS.items()}
     added = {(c.title, *c.series.items()) for h, charts in charts_of(names).items() for c in charts[declared[h] :]}
     assert added == {
         ("vp2o/overlap", ("vp2o/overlap", "overlap"), ("vp2o/layer_*/overlap", "layer *")),
         ("pruning/coverage", ("pruning/coverage", "coverage"), ("pruning/coverage_min", "min")),
         ("mine", ("mine", "mine")),
+        ("advantage", ("advantage/mean", "mean"), ("advantage/std", "std")),
     }

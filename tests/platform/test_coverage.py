@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from megatron_rl.platform.megatron.coverage import REVIEWED, megatron_root, uncovered, wrong_swaps
+from megatron_rl.platform.megatron.coverage import REVIEWED, megatron_root
+from tests.platform.uncovered import uncovered, wrong_swaps
 
 
 def test_every_place_of_the_installed_release_is_covered():

@@ -47,7 +47,7 @@ def test_the_program_of_a_response(response, program):
     ],
 )
 def test_tests_decide(response, right):
-    limit_s = 3.0 if "while True" in response else 60.0  # of what ends by itself, on a machine however busy
+    limit_s = 1.0 if "while True" in response else 60.0  # of what ends by itself, on a machine however busy
     assert passes_tests(response, TESTS, PROMPT, timeout_s=limit_s)["correct"] == right
 
 
@@ -56,7 +56,7 @@ def test_tests_decide(response, right):
 def test_a_task_of_programs(tmp_path):
     rows = [{"prompt": f"# {i}\n{PROMPT}", "answer": TESTS} for i in range(20)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = build_task(DataConfig(path=str(tmp_path / "a.jsonl"), verifier="code", options={"verifier_timeout_s": 10}))
+    task = build_task(DataConfig(path=str(tmp_path / "a.jsonl"), verifier="code", options={"verifier_timeout_s": 5}))
     try:
         prompts = task.prompts("train")[:4]
         texts = ["```python\ndef double(x): return x * 2\n```", "    return 2 * x\n", "    while True: pass", "nothing"]

@@ -23,6 +23,7 @@ from megatron_rl.tools.tool import ToolError, ToolLost
 from megatron_rl.tools.toolbox import Toolbox
 from tests.http_server import HttpServer
 from tests.preloaded import PYTHON_WITH_PACKAGES
+from tests.zygote import FOLDER
 
 pytestmark = pytest.mark.slow
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -34,7 +35,8 @@ class World:
     def __init__(self, kind: str):
         self.kind, self.server = kind, None
         if kind == "stdio":
-            settings = {"command": PYTHON_WITH_PACKAGES, "args": [SERVER, "stdio"]}
+            # Servers get no variables but those named; without this one each would import all packages anew.
+            settings = {"command": PYTHON_WITH_PACKAGES, "args": [SERVER, "stdio"], "env": {FOLDER: os.environ[FOLDER]}}
         else:
             self.server = HttpServer(lambda port: [PYTHON_WITH_PACKAGES, SERVER, str(port)])
             settings = {"url": f"{self.server.url}/mcp"}
@@ -63,7 +65,7 @@ class World:
 
 @pytest.fixture(params=["stdio", "http"])
 def world(request, monkeypatch):
-    monkeypatch.setattr(mcp, "PING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(mcp, "PING_TIMEOUT_S", 1.0)
     made = World(request.param)
     yield made
     made.close()
@@ -429,7 +431,8 @@ def test_a_command_that_is_not_there_is_told(monkeypatch):
         Toolbox(AgentConfig(mcp_servers=settings)).open()
 
 
-def test_a_server_that_does_not_start_is_told():
+def test_a_server_that_does_not_start_is_told(monkeypatch):
+    monkeypatch.setattr(mcp, "PAUSE_S", 0.0)
     with pytest.raises(UserError, match="agent.tools: MCP server gone does not open"):
         Toolbox(
             AgentConfig(mcp_servers={"gone": {"command": sys.executable, "args": ["-c", "raise SystemExit(1)"]}})

@@ -20,7 +20,7 @@ from megatron_rl.sandbox.bubblewrap import run_python
 
 pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
-LIMITS = {"timeout_s": 3.0, "memory_mb": 256, "output_bytes": 4096}
+LIMITS = {"timeout_s": 1.0, "memory_mb": 256, "output_bytes": 4096}
 PATIENT = {**LIMITS, "timeout_s": 40.0}
 """Of what ends by itself, on a machine however busy."""
 TRY = "def attempt(work):\n    try:\n        print('DONE', work())\n    except BaseException as e:\n        print('REFUSED', type(e).__name__, e)\n"

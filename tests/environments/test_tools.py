@@ -387,11 +387,11 @@ def test_errors_are_no_longer_than_results(toolbox):
 @pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
     """Six loops take longer together than one call may: each is the model's fault, and none the tool's."""
-    box = Toolbox(AgentConfig(tools=["python"], tool_options={"python": {"timeout_s": 2.0}}, tool_timeout_s=9.0))
+    box = Toolbox(AgentConfig(tools=["python"], tool_options={"python": {"timeout_s": 1.0}}, tool_timeout_s=5.0))
     box.open()
     try:
         loops = respond(box, *[Call("python", {"code": "while True: pass"})] * 6)
-        assert all("it took longer than 2 s" in said for said in loops)
+        assert all("it took longer than 1 s" in said for said in loops)
     finally:
         box.close()
 
@@ -429,7 +429,7 @@ def test_nothing_is_called_in_a_conversation_that_is_over():
             return await super().call(arguments, session)
 
     noting = Noting()
-    box = Toolbox(AgentConfig(tool_timeout_s=3.0), [noting])
+    box = Toolbox(AgentConfig(tool_timeout_s=1.0), [noting])
     box.open()
     try:
         with pytest.raises(ToolLost, match="no answer within"):

@@ -152,14 +152,14 @@ def turns_apart(trajectories, ours: list[np.ndarray]) -> set[tuple[int, int]]:
     return found
 
 
-def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(server, reference, world):
+def test_conversations_are_exact_and_both_sides_score_them_alike(server, reference, world):
     agents = world(Echo())
-    prompts = questions(agents, 50)
+    prompts = questions(agents, 16)
     asked = collection(agents, prompts, samples=4, routes=reference.layout)
     asked.run(client_of(server))
     assert asked.complete and asked.retries == 0
     trajectories = asked.trajectories()
-    assert len(trajectories) == 200 and len({len(t.turns) for t in trajectories}) > 2
+    assert len(trajectories) == 64 and len({len(t.turns) for t in trajectories}) > 2
     for request, t in enumerate(trajectories):
         replies = [reply.tokens.tolist() for reply in asked._talks[request].replies]
         assert t.tokens[: t.prompt_length].tolist() == prompts[request // 4].tokens
@@ -360,7 +360,7 @@ def test_one_of_many_tools_that_hangs_masks_its_conversation_alone(server, world
             if session is self.sessions[0]:
                 await asyncio.sleep(600)
 
-    agents = world(OneHangs(), tool_timeout_s=8.0)
+    agents = world(OneHangs(), tool_timeout_s=4.0)
     prompts = questions(agents, 32)
     finished = []
     asked = collection(
@@ -491,7 +491,7 @@ def test_a_conversation_that_takes_too_long_ends_with_what_it_has(server, world)
         async def do(self, session):
             await asyncio.sleep(600 if session.calls == 2 else 0)
 
-    agents = world(Slow(), time_limit_s=10.0)
+    agents = world(Slow(), time_limit_s=6.0)
     # Nine in 16 come to a second call: none of 28 with a chance of 1e-10.
     asked = collection(agents, questions(agents, 28))
     asked.run(client_of(server))

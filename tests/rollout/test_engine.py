@@ -142,7 +142,7 @@ def process_of(server: RolloutServer, name: str) -> int:
 def test_a_server_that_hangs_is_seen(server, monkeypatch, name):
     """One whose first process stands still, and one whose scheduler does."""
     assert not server.hangs()
-    monkeypatch.setattr("megatron_rl.servers.server.HANG_S", 3.0)
+    monkeypatch.setattr("megatron_rl.servers.server.HANG_S", 1.0)
     pid = process_of(server, name)
     os.kill(pid, signal.SIGSTOP)
     try:

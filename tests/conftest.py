@@ -45,6 +45,8 @@ FAST = (
 """Files of these folders that take seconds."""
 LONG = (
     "algorithms/test_against_verl.py",
+    "csrc/test_cuda_masked_log_softmax.py::test_planted_bugs_are_caught",
+    "csrc/test_cuda_sink_attention.py::test_planted_bugs_are_caught",
     "csrc/test_sanitizers.py",
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
@@ -60,7 +62,10 @@ LONG = (
     "e2e/test_recovery.py::test_full_disk_is_one_clear_error_and_costs_no_checkpoint",
     "e2e/test_train_vp2o.py::test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest",
     "e2e/test_two_leaders.py",
+    "environments/test_human_eval.py::test_human_eval[False-164]",
+    "environments/test_human_eval.py::test_human_eval[True-164]",
     "environments/test_mcp_conformance.py",
+    "environments/test_reasoning.py::test_one_response_never_changes_the_score_of_another[105]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
     "environments/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
@@ -84,6 +89,7 @@ LONG = (
     "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[qwen3-int4-keep_layers2]",
     "routing/test_replay.py::test_families",
     "routing/test_replay.py::test_four_ranks",
+    "tools/test_upcycle.py::test_tokenizer_is_the_original",
     "sync/test_push.py::test_the_step_goes_on_when_the_server_is_killed_in_a_push",
     "sync/test_push_fp8.py::test_rounded_weights_are_served",
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",

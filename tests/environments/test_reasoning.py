@@ -59,13 +59,16 @@ def scored(pool, entries, calls: list[tuple[str, str]]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_path):
-    """Over all data sets, in random order: right and wrong answers are paid as before, whatever was scored between them."""
+@pytest.mark.parametrize("others", [15, len(NAMES)])
+def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_path, others):
+    """Over the data sets whose scorers evaluate and `others`, in random order: right and wrong answers are paid as before,
+    whatever was scored between them."""
     rng = random.Random(os.urandom(8))
-    right, wrong = [(name, str(entries[name]["answer"])) for name in NAMES], [(name, "#?!") for name in NAMES]
+    names = sorted({*EVALUATING, *rng.sample(NAMES, others)})
+    right, wrong = [(name, str(entries[name]["answer"])) for name in names], [(name, "#?!") for name in names]
     with Canary(tmp_path) as canary:
         hostile = []
-        for name in NAMES:
+        for name in names:
             kind = reasoning_gym._registry()[name][0]
             poison = rng.choice(POISON).format(module=kind.__module__, kind=kind.__name__)
             hostile += [(name, poison)] if name in EVALUATING else []
@@ -78,11 +81,11 @@ def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_p
             seen.setdefault(call, set()).add(score)
         assert {call: scores for call, scores in seen.items() if len(scores) > 1} == {}
         assert not canary.signs()
-    for name in NAMES:
+    for name in names:
         assert seen[name, "#?!"] <= {0.0, 0.01, 0.02, 0.05} or name in reasoning_gym.REFUSED
     # rush_hour, rubiks_cube and the like have no answer of their own to compare with
     full = {name for name, text in right if seen[name, text] == {1.0}}
-    assert len(full) > 0.85 * len(NAMES) and full >= EVALUATING
+    assert len(full) > (0.85 if others == len(NAMES) else 0.6) * len(names) and full >= EVALUATING
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATING))

@@ -74,6 +74,15 @@ def gpt_oss_tokenizer():
     return harmony_tokenizer(201088)
 
 
+ids_of = cache(HarmonyIds)
+"""Made once for a tokenizer: to read gpt-oss's vocabulary takes a second."""
+
+
+@pytest.fixture(autouse=True)
+def _ids_once(monkeypatch):
+    monkeypatch.setattr("megatron_rl.dialects.harmony.HarmonyIds", ids_of)
+
+
 @cache
 def harmony():
     return dialect("harmony", gpt_oss_tokenizer())
@@ -199,11 +208,11 @@ def alike(ids: list[int]) -> list[int]:
 
 
 def test_conversations_of_the_librarys_renderer():
-    """300 of them: parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
+    """Parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
     rng = random.Random()
     effort, date = rng.choice(["low", "high", None]), f"2026-11-{rng.randint(10, 30)}"
     dated = dialect("harmony", gpt_oss_tokenizer(), reasoning_effort=effort, conversation_start_date=date)
-    for number in range(300):
+    for number in range(80):
         form = (dated, harmony())[number % 2]
         talk = Talk(rng, "medium") if form is harmony() else Talk(rng, effort, date)
         record = form.prompt(talk.asked, talk.tools)
@@ -426,7 +435,7 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
         for text in ("assistant", "analysis", "commentary", "final", " to=functions.f", "{}", "user", "💖")
     ]
     seen = {"calls": 0, "final": 0, "malformed": 0}
-    for number in range(3000):
+    for number in range(900):
         if number % 3 == 0:
             ids = [rng.choice([rng.choice(marks), rng.randrange(201088)]) for _ in range(rng.randint(0, 30))]
             ids = [token for token in ids for token in rng.choice([[token], [token], rng.choice(parts)])]
@@ -467,7 +476,7 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
         between = harmony().observation(["x"], after=ids)
         assert between[-len(rendered([])) :] == rendered([])
         assert not ids or (ids[-1] in (END, CALL, RETURN)) == (between[0] == marks[0])
-    assert min(seen.values()) > 100, seen
+    assert min(seen.values()) > 30, seen
     assert harmony().prompt([{"role": "user", "content": "a"}], tool)
 
 
@@ -819,7 +828,7 @@ def test_a_history_is_what_the_library_renders():
     then, and an API of messages never had it.
     """
     rng, answered = random.Random(), 0
-    for _ in range(300):
+    for _ in range(80):
         talk = Talk(rng, "medium")
         prompt, whole, turns, answers = list(talk.asked), list(talk.messages), [], 0
         for _ in range(rng.randint(1, 6)):

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -124,7 +123,9 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch, deaf):
     ablations = importlib.import_module("ablations")
     monkeypatch.setattr(ablations, "LONGEST_S", 1)
     monkeypatch.setattr(ablations, "ENDING_S", 1)
-    program = "trap '' TERM; " * deaf + "echo $$; exec sleep 1000"  # a shell starts at once, and hands on what it ignores
+    program = (
+        "trap '' TERM; " * deaf + "echo $$; exec sleep 1000"
+    )  # a shell starts at once, and hands on what it ignores
     with pytest.raises(SystemExit, match="took over 1 s"):
         ablations.call(["sh", "-c", program], tmp_path / "log")
     with pytest.raises(ProcessLookupError):

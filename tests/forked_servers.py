@@ -1,7 +1,7 @@
 """SGLang servers of tests, forked from a process that has imported SGLang: two seconds instead of half a minute.
 
 `install` has `RolloutServer` start them so, in this process and in the programs that are forked from it. Processes that are
-started as users do start their servers in the real way (tests/e2e/test_train.py, tests/rollout/test_server.py).
+started as users do start their servers in the real way (tests/rollout/test_server.py, and in --all tests/e2e/test_train.py).
 """
 
 from __future__ import annotations

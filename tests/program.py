@@ -24,7 +24,7 @@ class Program:
 
     From `megatron_rl.cli.main` on it is what users start, with the environment of this process and one thread. `ranks`
     above 1 takes the place of --nproc: so many processes that know of each other as torchrun's do, but without torchrun.
-    tests/e2e/test_train.py starts its run as users do, with torchrun.
+    In --all tests/e2e/test_train.py starts a run as users do, with torchrun.
     """
 
     def __init__(

@@ -37,20 +37,18 @@ INTRUDER = Path(intruder.__file__)
 
 
 class Servers:
-    """Servers of a config, each with its own file in `addresses`: the first is started as users do, the others are forked."""
+    """Servers of a config, each with its own file in `addresses`, forked."""
 
     def __init__(self, config: Path, folder: Path) -> None:
         self.config, self.folder, self.addresses = config, folder, folder / "addresses"
         self._processes: dict[str, subprocess.Popen | Process] = {}
-        self._started = False
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, as_users_do: bool = False) -> None:
         place = ("--host", "127.0.0.1", "--address-file", str(self.addresses / f"{name}.address"))
         arguments, log = (str(self.config), *place), self.folder / f"{name}.log"
-        if self._started:
+        if not as_users_do:
             self._processes[name] = fork(serve, str(log), *arguments)
             return
-        self._started = True
         with open(log, "ab") as output:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, str(SERVE), *arguments],
@@ -148,7 +146,8 @@ def servers(config, tmp_path) -> Iterator[Servers]:
 
 
 @pytest.mark.timeout(900)
-def test_a_run_outlives_its_servers(config, servers, tmp_path):
+@pytest.mark.parametrize("as_users_do", [False, True])
+def test_a_run_outlives_its_servers(config, servers, tmp_path, as_users_do):
     """One of two dies, a third one comes, all die, and one comes back: no step is lost, and no old weight is sampled from."""
     log, metrics = tmp_path / "log", tmp_path / "runs" / "fleet" / METRICS_FILE
 
@@ -159,8 +158,8 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
         goal = steps() + count
         wait_for(lambda: steps() >= goal, what, program)
 
-    for name in ("first", "second"):
-        servers.start(name)
+    servers.start("first", as_users_do)
+    servers.start("second")
     wait_for(lambda: (servers.addresses / "first.address").exists(), "the address of the first")
     wait_for(lambda: answers(f"{servers.address('first')}/ready"), "the first to be ready")
     # As a trainer that is killed in a push leaves it.

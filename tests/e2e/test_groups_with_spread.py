@@ -47,8 +47,8 @@ def config(tmp_path_factory, tiny_model) -> Path:
         "algorithm": {"entropy_coefficient": 0.01},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {
-            "max_new_tokens": 80,
-            "context_length": 120,
+            "max_new_tokens": 40,
+            "context_length": 80,
             "concurrency": 4,
             "record": True,
             "dynamic_sampling": {"max_rounds": 100},

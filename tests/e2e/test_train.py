@@ -33,16 +33,6 @@ NAMES = {
 }
 
 
-def run(arguments: list[str], log: Path) -> subprocess.Popen:
-    with open(log, "a") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.cli", *arguments],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-
 def scheduler_of(process: subprocess.Popen | Program) -> psutil.Process | None:
     """Below the process, or below the supervisors of servers that it has had forked."""
     below = []
@@ -58,11 +48,7 @@ def scheduler_of(process: subprocess.Popen | Program) -> psutil.Process | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_model):
-    """A finished run of two trainer processes whose server was killed with -9 after its first step."""
-    folder = tmp_path_factory.mktemp("train")
-    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+def written_config(folder: Path, model: Path) -> Path:
     config = {
         "name": "killed",
         "steps": STEPS,
@@ -90,9 +76,11 @@ def finished(tmp_path_factory, tiny_model):
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    log = folder / "log.txt"
-    process = run(["train", str(path), "--nproc", "2"], log)
-    run_dir = folder / "killed"
+    return path
+
+
+def kill_server(process: subprocess.Popen | Program, run_dir: Path, log: Path) -> None:
+    """With -9 after the run's first step; then wait for the run's end."""
     try:
         deadline = time.monotonic() + TIMEOUT
         while not any(r["step"] == 1 for r in read_json_lines(run_dir / "metrics.jsonl")):
@@ -101,15 +89,44 @@ def finished(tmp_path_factory, tiny_model):
             time.sleep(0.01)
         victim = scheduler_of(process)
         assert victim is not None, "no scheduler process below the trainer"
+        assert victim.pid in processes_of(run_dir)
         victim.send_signal(signal.SIGKILL)
         assert process.wait(TIMEOUT) == 0, log.read_text()[-4000:]
     finally:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_model) -> Path:
+    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+    return written_config(tmp_path_factory.mktemp("train"), model)
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    """A finished run of two trainer processes whose server was killed with -9 after its first step."""
+    run_dir, log = config.parent / "killed", config.parent / "log.txt"
+    kill_server(Program("train", str(config), ranks=2, log=log), run_dir, log)
     return run_dir, log
 
 
 def test_the_run_goes_on_when_the_server_is_killed(finished):
-    run_dir, log = finished
+    look_at_steps(*finished)
+
+
+@pytest.mark.timeout(900)
+def test_so_does_one_that_is_started_as_users_do(config):
+    """No process of it is forked from another one's imports, and torchrun starts the two of the trainer."""
+    run_dir, log = config.parent / "as-users-do", config.parent / "as-users-do.txt"
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config), "--name", run_dir.name, "--nproc", "2"]
+    with open(log, "a") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    kill_server(process, run_dir, log)
+    look_at_steps(run_dir, log)
+    left_no_process(run_dir)
+
+
+def look_at_steps(run_dir: Path, log: Path) -> None:
     rows = [r for r in read_json_lines(run_dir / "metrics.jsonl") if r["step"] > 0]
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1)), log.read_text()[-3000:]
     assert rows[-1]["rollout/restarts"] >= 1
@@ -185,14 +202,27 @@ def test_each_evaluation_set_has_scores_and_responses(finished):
 
 
 def test_no_process_is_left(finished):
-    run_dir, _ = finished
-    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])]
-    assert not left
+    left_no_process(finished[0])
+
+
+def left_no_process(run_dir: Path) -> None:
+    assert not processes_of(run_dir)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Ids of processes with the run's folder in their command, or with a file of it open, as a server has its log."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            paths = [*process.cmdline(), *(file.path for file in process.open_files())]
+            if any(str(run_dir) in path for path in paths):
+                found.append(process.pid)
+    return found
 
 
 def test_report_is_one_page(finished):
     run_dir, _ = finished
-    subprocess.run([sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir)], check=True, timeout=120)
+    forked("report", str(run_dir), timeout=120)
     page = (run_dir / "report.html").read_text()
     samples = read_json_lines(run_dir / "samples.jsonl")
     sample = samples[0]

@@ -189,7 +189,7 @@ def test_a_check_that_fails_becomes_a_warning(monkeypatch):
     ],
 )
 def test_a_broken_engine_environment_is_described(monkeypatch, code, state, words):
-    monkeypatch.setattr(doctor, "ENGINE_TIMEOUT_S", 3.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(doctor, "ENGINE_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
     finding = doctor._sglang((Path("python"), process))
     assert finding.state == state and words in finding.found + finding.note

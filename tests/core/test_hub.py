@@ -115,20 +115,16 @@ def test_a_cache_gives_revisions_without_a_network(tiny_model, tmp_path):
     assert "http://127.0.0.1:9 cannot be reached" in line and "not wholly, in the cache" in line
 
 
-@pytest.mark.parametrize(
-    ("repo", "said"),
-    [
-        ("some/gated", r"some/gated is gated: accept its terms at http.*/some/gated, and log in .* or set HF_TOKEN"),
-        ("some/none", r"there is no some/none on http.*, or it is private: compare the name; .* HF_TOKEN"),
-        ("some/model@v9", r"some/model has no revision 'v9'"),
-        ("some/ill", r"answers with status 500 for some/ill, and some/ill is not, or not wholly, in the cache"),
-        (
-            "some/pickles",
-            r"some/pickles has no \.safetensors files, and other formats of weights \(pickles\) are never read",
-        ),
-    ],
-)
-def test_what_the_hub_refuses_is_one_line(repo, said, tiny_model, tmp_path):
+REFUSED = {
+    "some/gated": r"some/gated is gated: accept its terms at http.*/some/gated, and log in .* or set HF_TOKEN",
+    "some/none": r"there is no some/none on http.*, or it is private: compare the name; .* HF_TOKEN",
+    "some/model@v9": r"some/model has no revision 'v9'",
+    "some/ill": r"answers with status 500 for some/ill, and some/ill is not, or not wholly, in the cache",
+    "some/pickles": r"some/pickles has no \.safetensors files, and other formats of weights \(pickles\) are never read",
+}
+
+
+def test_what_the_hub_refuses_is_one_line(tiny_model, tmp_path):
     """From the program, without torch: the key, both things that the text may mean, and the remedy."""
     model, pickles = tiny_model("qwen3"), tmp_path / "pickles"
     pickles.mkdir()
@@ -136,16 +132,21 @@ def test_what_the_hub_refuses_is_one_line(repo, said, tiny_model, tmp_path):
     (pickles / "config.json").write_text("{}")
     repos = {"some/model": Repo(model), "some/gated": Repo(model, gated=True), "some/ill": Repo(model, broken=500)}
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {{path: {repo}}}\ndata: {{task: number_sorting}}\nruns_dir: {tmp_path}\n")
+    config.write_text(f"data: {{task: number_sorting}}\nruns_dir: {tmp_path}\n")
+    code = (
+        "import sys\nfrom megatron_rl.cli import main\nfor repo in sys.argv[2:]:\n"
+        "    print(main(['train', sys.argv[1], '--model.path', repo]), 'torch' in sys.modules)"
+    )
     with hub(repos | {"some/pickles": Repo(pickles)}) as served:
-        command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config)]
+        command = [sys.executable, "-c", code, str(config), *REFUSED]
         environment = outside(tmp_path / "home", url=served.url)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 2
-    [line] = [line for line in done.stderr.splitlines() if line.strip()]
-    start = f"megatron-rl: error: config: model.path = {repo}: "
-    assert line.startswith(start) and line.endswith(f"(there is no folder {repo} here either)")
-    assert re.search(said, line), line
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.stdout == "2 False\n" * len(REFUSED), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    for line, (repo, said) in zip(lines, REFUSED.items(), strict=True):
+        start = f"megatron-rl: error: config: model.path = {repo}: "
+        assert line.startswith(start) and line.endswith(f"(there is no folder {repo} here either)")
+        assert re.search(said, line), line
 
 
 def test_weights_config_and_tokenizer_are_downloaded_once_and_nothing_else(tiny_model, tmp_path):

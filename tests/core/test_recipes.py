@@ -198,7 +198,12 @@ def test_what_a_recipe_asks_can_be_asked(file, tmp_path):
         form.close()
 
 
-@pytest.mark.parametrize("file", [file for file in ALL if load_config(file).eval.sets], ids=lambda file: file.stem)
+SETS = {file: sets for file in ALL if (sets := load_config(file).eval.sets)}
+JUDGED = {one.task: (file, name) for file, sets in SETS.items() for name, one in sets.items()}
+"""A set of each task, whose verifier is asked."""
+
+
+@pytest.mark.parametrize("file", SETS, ids=lambda file: file.stem)
 def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
     """Each set that it names, with rows in the form of the public ones."""
     config, rows = load_config(file), tmp_path / "set.jsonl"
@@ -210,8 +215,9 @@ def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
     form, _ = made(config, tmp_path, file.stem, "train")
     for one in eval_sets(config, "train", form):
         assert len(one.prompts) == 4 and one.samples == config.eval.samples
-        right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
-        assert right[0]["correct"] == 1.0
+        if (file, one.name) in JUDGED.values():
+            right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
+            assert right[0]["correct"] == 1.0
     assert not load_config(file, ["--eval.sets", "{}"]).eval.sets
 
 

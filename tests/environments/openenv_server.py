@@ -53,5 +53,5 @@ class Letters(Environment):
 if __name__ == "__main__":
     app = create_app(Letters, Say, Heard, max_concurrent_envs=int(sys.argv[2]))
     uvicorn.run(
-        app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", ws_ping_interval=1, ws_ping_timeout=4
+        app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", ws_ping_interval=1, ws_ping_timeout=2
     )

@@ -103,8 +103,8 @@ def test_what_goes_wrong_is_the_models_or_the_servers(server):
     fickle = task_of(url, reset={"fickle": True})
     with pytest.raises(ToolLost, match="two resets with seed"):
         asyncio.run(episode(fickle, fickle.prompts("train")[0], ["a"]))
-    hasty = task_of(url, timeout_s=4)
-    with pytest.raises(ToolLost, match=r"no answer to step within 4 s"):
+    hasty = task_of(url, timeout_s=2)
+    with pytest.raises(ToolLost, match=r"no answer to step within 2 s"):
         asyncio.run(episode(hasty, prompt, ["hang"]))
     with pytest.raises(ToolLost, match="the connection ended at step"):
         asyncio.run(episode(task, prompt, ["die"]))
@@ -114,14 +114,14 @@ def test_what_goes_wrong_is_the_models_or_the_servers(server):
 
 @pytest.mark.slow
 def test_a_policy_that_thinks_for_long_keeps_its_session(server):
-    """The test's server ends a session that answers no ping for five seconds."""
+    """The test's server ends a session that answers no ping for three seconds."""
     task = task_of(server())
     prompt = task.prompts("train")[0]
 
     async def slowly():
         world = task.environment(prompt, Toolbox(AgentConfig()))
         await world.respond(final("a"))
-        await asyncio.sleep(8)
+        await asyncio.sleep(5)
         for text in ("b", "a"):
             said = await world.respond(final(text))
         await world.close()
@@ -137,7 +137,7 @@ def test_a_server_that_is_restarted_is_waited_for():
         prompts = task_of(server.url, timeout_s=60).prompts("train")
         first = prompts[0].text
         server.kill()
-        again = threading.Timer(2.0, server.start)
+        again = threading.Timer(0.5, server.start)
         again.start()
         try:
             assert prompts[1].text != first

@@ -97,20 +97,26 @@ def test_supervisor_ends_the_whole_tree(ending):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_supervisor_ignores_signals_and_passes_the_status_on():
-    supervisor = supervised(["sh", "-c", "sleep 3; exit 7"])
+UNTIL = "until [ -e {} ]; do sleep 0.02; done; exit 7"
+
+
+def test_supervisor_ignores_signals_and_passes_the_status_on(tmp_path):
+    supervisor = supervised(["sh", "-c", UNTIL.format(tmp_path / "over")])
     assert wait_for(lambda: tree(supervisor.pid) and catches(supervisor.pid, signal.SIGTERM), 20)
     supervisor.send_signal(signal.SIGTERM)
     supervisor.send_signal(signal.SIGINT)
+    (tmp_path / "over").touch()
     assert supervisor.wait(20) == 7
 
 
-def test_a_notice_to_the_owner_ends_no_server():
+def test_a_notice_to_the_owner_ends_no_server(tmp_path):
     """SIGUSR1 of a scheduler, which all processes of a job step get."""
-    supervisor = supervised(["sh", "-c", "sleep 5; exit 7"])
-    assert wait_for(lambda: len(tree(supervisor.pid)) >= 2, 20)
+    supervisor = supervised(["sh", "-c", UNTIL.format(tmp_path / "over")])
+    assert wait_for(lambda: tree(supervisor.pid) and catches(supervisor.pid, signal.SIGTERM), 20)
     for pid in (supervisor.pid, *tree(supervisor.pid)):
-        os.kill(pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):  # of a sleep that has ended
+            os.kill(pid, signal.SIGUSR1)
+    (tmp_path / "over").touch()
     assert supervisor.wait(20) == 7
 
 

@@ -142,6 +142,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which -m "not slow" would take no test are not imported."""
+    slow = collection_path.parent.name in SLOW and collection_path.name not in FAST
+    return True if slow and "not slow" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The long files first: the last worker that is still at one would be alone. Errors: UsageError for a name of LONG that is
     no test's."""

@@ -31,12 +31,12 @@ def write_config(folder: Path, model: Path) -> Path:
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
         # Many micro-batches, and calls of a few long responses, two at a time: a step has a middle.
-        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 1, "tokens_per_micro_batch": 150},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 1, "tokens_per_micro_batch": 350},
         # A random model earns nothing: without the entropy its weights would not move.
         "algorithm": {"entropy_coefficient": 0.01},
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
-        "rollout": {"max_new_tokens": 100, "context_length": 140, "concurrency": 4, "record": True},
+        "rollout": {"max_new_tokens": 300, "context_length": 340, "concurrency": 4, "record": True},
         "checkpoint": {"every": 0, "keep": 9},
         "eval": {"prompts": 0},
         "logging": {"tensorboard": False},
@@ -180,8 +180,9 @@ def test_servers_ahead_of_the_trainer(broken, config, partial):
     Where pushes interrupt them, the server is killed too, while both sides are at work.
     """
     run, ahead = broken[0], Run(config, f"ahead-{partial}")
+    size = ("--rollout.max_new_tokens", "100")
     correction = ("--correction.mode", "truncate", "--correction.high", "2.0")
-    options = ("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *correction)
+    options = ("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size, *correction)
     program = ahead.start(*options)
     try:
         if partial:

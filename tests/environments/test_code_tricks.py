@@ -288,7 +288,7 @@ WEAK = {
 @pytest.mark.parametrize("name", WEAK)
 def test_weak_tests_are_not_what_a_program_makes_of_them(name):
     tests, prompt, program = WEAK[name]
-    assert passes_tests(f"```python\n{program}\n```", tests, prompt, timeout_s=5.0)["correct"] == 0.0
+    assert passes_tests(f"```python\n{program}\n```", tests, prompt, timeout_s=3.0)["correct"] == 0.0
 
 
 HONEST = {

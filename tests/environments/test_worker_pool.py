@@ -194,13 +194,13 @@ def test_the_memory_of_a_call_is_limited():
     pool.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_group_leaves_results_right(module, number):
-    folder = module.parent
+def test_signals_to_the_process_group_leave_results_right(module):
+    folder, numbers = module.parent, (signal.SIGTERM, signal.SIGINT)
     program = (
         "import signal\n"
         "from megatron_rl.sandbox.worker_pool import WorkerPool\n"
-        f"signal.signal({int(number)}, lambda *_: print('asked to stop', flush=True))\n"
+        f"for number in {[*map(int, numbers)]}:\n"
+        "    signal.signal(number, lambda *_: print('asked to stop', flush=True))\n"
         f"pool = WorkerPool({f'{module}:double'!r}, timeout_s=60, size=2)\n"
         f"print(pool.map([({str(folder)!r}, n) for n in range(4)]), flush=True)\n"
         "pool.close()\n"
@@ -209,8 +209,9 @@ def test_a_signal_to_the_process_group_leaves_results_right(module, number):
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ)
     try:
         workers = wait_for(lambda: len(started(folder)) == 2 and started(folder))
-        os.killpg(parent.pid, number)
-        assert parent.stdout.readline() == "asked to stop\n"
+        for number in numbers:
+            os.killpg(parent.pid, number)
+            assert parent.stdout.readline() == "asked to stop\n"
         (folder / "go").touch()
         assert parent.stdout.readline() == "[0, 2, 4, 6]\n"
         assert set(started(folder)) == set(workers), "no worker had to be replaced"

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 from megatron_rl.servers.server import reserve_port
 from tests.preloaded import PYTHON_WITH_TRAINER
@@ -24,7 +26,7 @@ class Program:
 
     From `megatron_rl.cli.main` on it is what users start, with the environment of this process and one thread. `ranks`
     above 1 takes the place of --nproc: so many processes that know of each other as torchrun's do, but without torchrun.
-    In --all tests/e2e/test_train.py starts a run as users do, with torchrun.
+    In --all tests/e2e/test_train.py starts a run as users do, with torchrun. As a context it is killed at the end.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Program:
     ) -> None:
         """log: what its output is appended to; errors: its standard error, by default log. refuse_ties: it ends with status
         `ranks.NEAR_TIE` where two experts tie but for rounding."""
+        self.log = log
         self._reserved = reserve_port()
         self._processes: list[Process] = []
         try:
@@ -65,12 +68,37 @@ class Program:
         self.kill()
         return status
 
+    def finish(self, timeout: float) -> None:
+        """Wait for an end that is a good one. Errors: TimeoutError; AssertionError with the end of its log."""
+        assert self.wait(timeout) == 0, self.log.read_text()[-4000:]
+
+    def until(self, true: Callable[[], Any], timeout: float, what: str = "it") -> None:
+        """Wait for what is true while it runs. Errors: AssertionError with the end of its log."""
+        await_while_running(self, true, timeout, self.log, what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         """kill -9 of what still runs, and wait for it."""
         for process in self._processes:
             process.kill()
             process.join(30)
         self._reserved.close()
+
+
+def await_while_running(
+    process: Program | subprocess.Popen, true: Callable[[], Any], timeout: float, log: Path, what: str
+) -> None:
+    """As `Program.until`, also for a process that was started as users do."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert process.poll() is None, f"the run ended before {what}:\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s\n{log.read_text()[-4000:]}"
+        time.sleep(0.003)
 
 
 def forked(*arguments: str, ranks: int = 1, timeout: float = 280, check: bool = True) -> subprocess.CompletedProcess:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,28 +55,16 @@ class Run:
         return Program("train", str(self.config), "--name", self.name, *overrides, log=self.log)
 
     def finish(self, *overrides: str) -> None:
-        program = self.start(*overrides)
-        try:
-            assert program.wait(TIMEOUT_S) == 0, self.log.read_text()[-4000:]
-        finally:
-            program.kill()
+        with self.start(*overrides) as program:
+            program.finish(TIMEOUT_S)
 
-    def end_when(self, true: Callable[[], bool], number: signal.Signals, *overrides: str) -> float:
-        """Send a signal once something is true. Returns the seconds until the program has ended."""
-        program = self.start(*overrides)
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not true():
-                assert program.poll() is None, self.log.read_text()[-4000:]
-                assert time.monotonic() < deadline, "the run never reached the point at which it is ended"
-                time.sleep(0.005)
+    def end_when(self, true: Callable[[], bool], number: signal.Signals, *overrides: str) -> None:
+        """Send a signal once something is true, and wait for the end."""
+        with self.start(*overrides) as program:
+            program.until(true, TIMEOUT_S, "the point at which it is ended")
             os.kill(program.pid, number)
-            start = time.monotonic()
             status = program.wait(TIMEOUT_S)
             assert status == (0 if number == signal.SIGTERM else -number), self.log.read_text()[-4000:]
-            return time.monotonic() - start
-        finally:
-            program.kill()
 
     def rows(self) -> list[dict]:
         return [row for row in read_json_lines(self.folder / METRICS_FILE) if row["step"] > 0]
@@ -183,18 +170,13 @@ def test_servers_ahead_of_the_trainer(broken, config, partial):
     size = ("--rollout.max_new_tokens", "100")
     correction = ("--correction.mode", "truncate", "--correction.high", "2.0")
     options = ("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size, *correction)
-    program = ahead.start(*options)
-    try:
+    with ahead.start(*options) as program:
         if partial:
-            while len(ahead.rows()) < 1:
-                assert program.poll() is None, ahead.log.read_text()[-4000:]
-                time.sleep(0.01)
+            program.until(ahead.rows, TIMEOUT_S, "its first step")
             scheduler = scheduler_of(program)
             assert scheduler is not None
             scheduler.kill()
-        assert program.wait(TIMEOUT_S) == 0, ahead.log.read_text()[-4000:]
-    finally:
-        program.kill()
+        program.finish(TIMEOUT_S)
     rows = ahead.rows()
     assert rows[-1]["rollout/restarts"] == (1 if partial else 0)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -121,12 +120,8 @@ def check(config: Path, folder: Path, leaders: int, expected: list[tuple[list[st
 
 @pytest.mark.timeout(1200)
 def test_groups_that_lie_on_two_leaders(config):
-    log = config.parent / "two.log"
-    program = Program("train", str(config), "--name", "two", log=log, ranks=2)
-    try:
-        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
-    finally:
-        program.kill()
+    with Program("train", str(config), "--name", "two", log=config.parent / "two.log", ranks=2) as program:
+        program.finish(TIMEOUT_S)
     expected = expected_steps(config, 0, 1.0)
     assert max(rounds for _, rounds in expected) > 1
     check(config, config.parent / "runs" / "two", 2, expected)
@@ -140,27 +135,24 @@ def test_ahead_of_the_trainer_and_ended_in_a_later_round(config):
     options += ["--correction.mode", "truncate", "--correction.high", "2.0"]
     expected = expected_steps(config, 1, 1.4)
     broken = next(step for step, (_, rounds) in enumerate(expected) if rounds > 1)
-    program = Program("train", str(config), "--name", "ahead", *options, log=log)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(had := samples_on_disk(folder, broken)) < 2:  # its second round has begun
-            assert program.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.005)
+    had: dict[str, dict[int, bytes]] = {}
+
+    def in_its_second_round() -> bool:
+        had.update(samples_on_disk(folder, broken))
+        return len(had) > 1
+
+    with Program("train", str(config), "--name", "ahead", *options, log=log) as program:
+        program.until(in_its_second_round, TIMEOUT_S, "its second round")
         os.kill(program.pid, signal.SIGTERM)
-        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
-    finally:
-        program.kill()
+        program.finish(TIMEOUT_S)
     metrics = folder / METRICS_FILE
     # It may have been done with the step before it heard of its end.
     ended = not metrics.exists() or len(read_json_lines(metrics)) <= broken
     if ended:
         kept = samples_on_disk(folder, broken)
         assert all(kept[key].items() >= samples.items() for key, samples in had.items())
-    program = Program("train", str(config), "--name", "ahead", *options, log=log)
-    try:
-        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
-    finally:
-        program.kill()
+    with Program("train", str(config), "--name", "ahead", *options, log=log) as program:
+        program.finish(TIMEOUT_S)
     check(config, folder, 1, expected)
     if not ended:
         return

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -105,25 +104,16 @@ def start(folder: Path, name: str, *overrides: str, ranks: int = 1, refuse_ties:
 
 def finish(folder: Path, name: str, *overrides: str, ranks: int = 1, refuse_ties: bool = False) -> None:
     """Errors: NearTie with refuse_ties."""
-    process = start(folder, name, *overrides, ranks=ranks, refuse_ties=refuse_ties)
-    try:
-        status = process.wait(TIMEOUT)
-    finally:
-        process.kill()
+    with start(folder, name, *overrides, ranks=ranks, refuse_ties=refuse_ties) as program:
+        status = program.wait(TIMEOUT)
     if refuse_ties and status == NEAR_TIE:
         raise NearTie(f"two experts nearly tie in {name}")
     assert status == 0, (folder / f"{name}.log").read_text()[-4000:]
 
 
-def kill_when(process: Program, condition) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        while not condition():
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "the run never reached the point at which it is killed"
-            time.sleep(0.002)
-    finally:
-        process.kill()
+def kill_when(program: Program, condition) -> None:
+    with program:
+        program.until(condition, TIMEOUT, "the point at which it is killed")
 
 
 def final_tensors(folder: Path, name: str, steps: int = STEPS) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import signal
-import time
 
 import pytest
 import torch
@@ -109,16 +108,11 @@ def test_a_launcher_that_is_told_to_end_ends_when_its_processes_have_saved(tmp_p
         "logging": {"tensorboard": False},
     }
     path.write_text(yaml.safe_dump(config))
-    program = Program("sft", str(path), "--nproc", "2", log=log)
-    try:
-        deadline = time.monotonic() + 240
-        while len(read_json_lines(tmp_path / "ended" / "metrics.jsonl")) < 2:
-            assert program.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
+    metrics = tmp_path / "ended" / "metrics.jsonl"
+    with Program("sft", str(path), "--nproc", "2", log=log) as program:
+        program.until(lambda: len(read_json_lines(metrics)) >= 2, 240, "two steps")
         os.kill(program.pid, signal.SIGTERM)
-        assert program.wait(120) == 0, log.read_text()[-3000:]
-    finally:
-        program.kill()
-    last = read_json_lines(tmp_path / "ended" / "metrics.jsonl")[-1]["step"]
+        program.finish(120)
+    last = read_json_lines(metrics)[-1]["step"]
     assert [p.name for p in (tmp_path / "ended" / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     assert "Traceback" not in log.read_text()

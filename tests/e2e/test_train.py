@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.metrics.logger import read_json_lines
 from tests.forked_servers import supervisors_of
-from tests.program import Program, forked
+from tests.program import Program, await_while_running, forked
 
 STEPS = 4
 TIMEOUT = 420
@@ -82,11 +81,8 @@ def written_config(folder: Path, model: Path) -> Path:
 def kill_server(process: subprocess.Popen | Program, run_dir: Path, log: Path) -> None:
     """With -9 after the run's first step; then wait for the run's end."""
     try:
-        deadline = time.monotonic() + TIMEOUT
-        while not any(r["step"] == 1 for r in read_json_lines(run_dir / "metrics.jsonl")):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, "no step within the time"
-            time.sleep(0.01)
+        first = lambda: any(r["step"] == 1 for r in read_json_lines(run_dir / "metrics.jsonl"))  # noqa: E731
+        await_while_running(process, first, TIMEOUT, log, "its first step")
         victim = scheduler_of(process)
         assert victim is not None, "no scheduler process below the trainer"
         assert victim.pid in processes_of(run_dir)

@@ -68,18 +68,10 @@ def killed(tmp_path_factory, tiny_model) -> tuple[Path, list[str]]:
     }
     path, run = folder / "config.yaml", folder / "run"
     path.write_text(yaml.safe_dump(config))
-    process = start(path)
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        # Of the second step: it has sampled, and the server sleeps.
-        while not (
-            steps(run) and requests(run)[-1] == RELEASE and (run / "rollouts" / "step_000001.rank0.npz").exists()
-        ):
-            assert process.poll() is None, path.with_suffix(".log").read_text()[-4000:]
-            assert time.monotonic() < deadline, path.with_suffix(".log").read_text()[-4000:]
-            time.sleep(0.002)
-    finally:
-        process.kill()
+    sampled = run / "rollouts" / "step_000001.rank0.npz"
+    with start(path) as program:
+        asleep = lambda: steps(run) and requests(run)[-1] == RELEASE and sampled.exists()  # noqa: E731
+        program.until(asleep, TIMEOUT, "the second step's samples, with the server asleep")
     return path, requests(run)
 
 
@@ -112,11 +104,8 @@ def test_killed_while_the_server_sleeps_then_resumed(killed):
         time.sleep(0.1)
     assert not processes_of(run), "no process outlives the trainer"
     assert steps(run) == [1]
-    process = start(path)
-    try:
-        assert process.wait(TIMEOUT) == 0, path.with_suffix(".log").read_text()[-4000:]
-    finally:
-        process.kill()
+    with start(path) as program:
+        program.finish(TIMEOUT)
     assert "resumed at step 1" in path.with_suffix(".log").read_text()
     assert steps(run) == [1, 2]
     record = read_json_lines(run / "metrics.jsonl")[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import yaml
@@ -42,20 +41,18 @@ def finished(tmp_path_factory, tiny_model):
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     log, run_dir = folder / "log.txt", folder / "drifting"
-    process = Program("train", str(path), log=log)
-    victim = None
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        while not any(r["step"] == KILLED_AFTER for r in read_json_lines(run_dir / "metrics.jsonl")):
-            victim = victim or scheduler_of(process)
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, "no step within the time"
-            time.sleep(0.005)
+
+    def lines() -> list[dict]:
+        return [line for line in read_json_lines(run_dir / "metrics.jsonl") if line["step"] > 0]
+
+    with Program("train", str(path), log=log) as program:
+        program.until(lines, TIMEOUT, "its first step")
+        victim = scheduler_of(program)
+        assert victim is not None
+        program.until(lambda: lines()[-1]["step"] >= KILLED_AFTER, TIMEOUT, f"step {KILLED_AFTER}")
         victim.kill()
-        assert process.wait(TIMEOUT) == 0, log.read_text()[-4000:]
-    finally:
-        process.kill()
-    return run_dir, [line for line in read_json_lines(run_dir / "metrics.jsonl") if line["step"] > 0]
+        program.finish(TIMEOUT)
+    return run_dir, lines()
 
 
 def test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest(finished):

@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.servers.client import impossible, numbers
 
-ATTEMPTS, AT_A_TIME = 3, 64
+ATTEMPTS, PAUSE_S, AT_A_TIME = 3, 0.5, 64
 
 
 def ask_all[T](
@@ -52,7 +52,7 @@ async def _ask[T](
 ) -> T:
     problem = ""
     for attempt in range(ATTEMPTS):
-        await asyncio.sleep(0.5 * attempt)
+        await asyncio.sleep(PAUSE_S * attempt)
         try:
             answer = await ask(server, "POST", url, body)
             problem = f"it answers {answer.status}, and no JSON"

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from models.test_sizes import MODELS
@@ -25,6 +24,7 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.rewards.rewards import names_of
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import build_task, fitting
+from tests.environments.scripted import ONE_PROCESS
 from tools.make_tiny_model import TOKENIZERS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -42,7 +42,6 @@ FAMILIES = {"gpt-oss": "harmony_calls", "gptoss": "harmony_calls", "agentic": "c
 """Beginning of a recipe's name -> tokenizer of the model that it is for (tools/make_tiny_model.py); of others: text."""
 LEARNS = {"sft": "sft", "pretrain": "sft", "prune": "prune", "dpo": "dpo", "reward": "reward"}
 """End of a recipe's name -> the command that it is for; others are trained."""
-ONE_PROCESS = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
 
 
 @pytest.mark.parametrize("name", RECIPES)

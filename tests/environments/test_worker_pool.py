@@ -62,10 +62,10 @@ def gone(pid: int) -> bool:
 
 
 def test_worker_pool_survives_timeouts_errors_and_deaths():
-    with_limit = WorkerPool("time:sleep", timeout_s=2.0, size=1)
+    with_limit = WorkerPool("time:sleep", timeout_s=3.0, size=1)
     results = with_limit.map([(0,), (600,), ("x",), (0,)])
     assert results[0] is None and results[3] is None
-    assert results[1] == Failure("longer than 2 s", timed_out=True) and "TypeError" in results[2].reason
+    assert results[1] == Failure("longer than 3 s", timed_out=True) and "TypeError" in results[2].reason
     with_limit.close()
     deaths = WorkerPool("os:_exit", timeout_s=30.0, size=1)
     assert deaths.map([(3,), (4,)]) == [Failure(f"the worker ended with status {n}") for n in (3, 4)]
@@ -181,8 +181,8 @@ def test_a_call_that_crashes_its_worker_fails_at_once(module):
 
 def test_calls_that_heed_no_signal_are_ended_at_the_limit():
     """A power of powers stays inside of one instruction of the interpreter."""
-    pool = WorkerPool("builtins:eval", timeout_s=2.0, size=1)
-    late = Failure("longer than 2 s", timed_out=True)
+    pool = WorkerPool("builtins:eval", timeout_s=3.0, size=1)
+    late = Failure("longer than 3 s", timed_out=True)
     assert pool.map([("3 ** 3 ** 3 ** 3 % 7",), ("1 + 1",)]) == [late, 2]
     pool.close()
 

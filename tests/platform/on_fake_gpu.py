@@ -4,6 +4,8 @@ python on_fake_gpu.py names FOLDER...       models, their parameters, and the wa
 python on_fake_gpu.py forward FOLDER...     the trainer's forward, loss and metrics, and every transfer on the way; how often
                                             experts, head and the norm of the gradients ask something of the GPU
 python on_fake_gpu.py delayed FOLDER        Transformer Engine's own record of delayed scaling, through scoring and a checkpoint
+
+Several of them, with `--` between, are done one after the other, each in a fork of what has been imported once.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import sys
 import warnings
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,8 +393,7 @@ def operators(gpu: fake_gpu.FakeGPU) -> dict[str, Any]:
     return out | {"head": [head_operators(chunks) for chunks in (2, 5)]}
 
 
-def main() -> None:
-    what, *folders = sys.argv[1:]
+def look(what: str, *folders: str) -> None:
     out: dict[str, Any] = {"te": HAVE_TE}
     anything = lambda _, seen: torch.zeros(seen.shape, dtype=seen.dtype)  # noqa: E731
     with fake_gpu.FakeGPU(answer if what == "forward" else anything) as gpu:
@@ -410,8 +412,21 @@ def main() -> None:
             out[folder.name] = {"one": one, "two": names(folder, half)}
         if what == "forward":
             out["operators"] = operators(gpu)
-    print(json.dumps(out))
+    print(json.dumps(out), flush=True)
+
+
+def main() -> int:
+    for _, job in groupby(sys.argv[1:], lambda word: word == "--"):
+        words = [*job]
+        if words == ["--"]:
+            continue
+        if not (child := os.fork()):
+            look(*words)
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            return status
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -69,18 +69,28 @@ def test_with_a_gpu_the_missing_packages_decide(tmp_path, files, missing):
     assert run(put(tmp_path, files) + ask) == f"{sorted(missing)} False"
 
 
-def test_with_a_gpu_and_no_packages_four_modules_are_rewritten_and_resuming_works():
-    """torch's Adam has `step` among its state, which Megatron's loader leaves out: a KeyError on any device."""
-    out = run(
+@pytest.fixture(scope="module")
+def with_a_gpu() -> list[str]:
+    """Lines of a process on a GPU machine without Transformer Engine, where neither is here: torch says that there is a GPU, so
+    that nothing of the platform stands in for one."""
+    return run(
         """
-        import logging, warnings
+        import importlib, logging, pkgutil, warnings
         logging.disable()
         warnings.simplefilter("ignore")
         import torch
         torch.cuda.is_available = lambda: True
+        import megatron_rl
+        found = [m.name for m in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl.")]
+        names = [n for n in found if "pythonpath" not in n and not n.endswith("__main__")]
+        for name in names:
+            importlib.import_module(name)
+        from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron_rl.platform import activate
+        print(HAVE_TE, sorted(activate()))
+        print(len(names))
+
         from types import SimpleNamespace as Object
-        activate()
         import megatron.bridge.peft.lora_layers, sys
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -95,8 +105,18 @@ def test_with_a_gpu_and_no_packages_four_modules_are_rewritten_and_resuming_work
         print(parameter.tolist(), {name: x.tolist() for name, x in adam.state[parameter].items()})
         print(sorted(n for n, m in sys.modules.items() if "Rewriting" in type(getattr(m, "__loader__", 0)).__name__))
         """
-    )
-    state, rewritten = out.splitlines()
+    ).splitlines()
+
+
+def test_every_module_imports_with_a_gpu_and_without_transformer_engine(with_a_gpu):
+    assert with_a_gpu[0] == "False ['Transformer Engine', 'fused Adam']"
+    modules = [p for p in (REPOSITORY / "megatron_rl").rglob("*.py") if "pythonpath" not in p.parts]
+    assert int(with_a_gpu[1]) >= len(modules) - 2  # without megatron_rl itself and platform's __main__
+
+
+def test_with_a_gpu_and_no_packages_four_modules_are_rewritten_and_resuming_works(with_a_gpu):
+    """torch's Adam has `step` among its state, which Megatron's loader leaves out: a KeyError on any device."""
+    *_, state, rewritten = with_a_gpu
     assert state == "[2.0, 2.0, 2.0] {'step': 7.0, 'exp_avg': [1.0, 1.0, 1.0], 'exp_avg_sq': [4.0, 4.0, 4.0]}"
     peft = "'megatron.bridge.peft.lora_layers', 'megatron.bridge.peft.utils'"
     optimizer = "'megatron.core.optimizer.clip_grads', 'megatron.core.optimizer.distrib_optimizer'"

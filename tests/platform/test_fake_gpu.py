@@ -23,20 +23,27 @@ CHILD = Path(__file__).with_name("on_fake_gpu.py")
 needs_te = pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs Transformer Engine")
 
 
-def child(*arguments: object) -> dict[str, Any]:
-    """A process that takes this machine for one with a GPU, and what it found."""
+def child(*arguments: object) -> list[dict[str, Any]]:
+    """A process that takes this machine for one with a GPU, and what each of its jobs found."""
     command = [PYTHON_WITH_PACKAGES, str(CHILD), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(CHILD.parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"te"')]
 
 
 @pytest.fixture(scope="module")
-def built(tiny_model) -> dict[str, Any]:
+def found(tiny_model) -> list[dict[str, Any]]:
+    """By family: of all what was built, and of two what was run."""
     folders = {family: tiny_model(family, "--layers", "2") for family in FAMILIES}
-    found = child("names", *folders.values())
-    return {"te": found["te"]} | {family: found[folder.name] for family, folder in folders.items()}
+    names, forward = child("names", *folders.values(), "--", "forward", *(folders[f] for f in ("qwen3_moe", "gpt_oss")))
+    by_folder = {folder.name: family for family, folder in folders.items()}
+    return [{by_folder.get(name, name): one for name, one in each.items()} for each in (names, forward)]
+
+
+@pytest.fixture
+def built(found) -> dict[str, Any]:
+    return found[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,7 +119,7 @@ def test_checkpoints_fit_both_kinds_of_layers(built, family):
 @needs_te
 def test_scoring_leaves_transformer_engines_scales(tiny_model):
     """fp8_delayed, by Transformer Engine's own bookkeeping: every layer has seen the same magnitude, or nothing."""
-    found = child("delayed", tiny_model("qwen3_moe", "--layers", "2"))
+    [found] = child("delayed", tiny_model("qwen3_moe", "--layers", "2"))
     assert found["calibrated"] == {"scale": [448 / 2], "amax_history": [0]}
     assert found["while it scores"] == {"scale": [448 / 2], "amax_history": [5]}
     assert found["scored"] == found["calibrated"]
@@ -120,11 +127,9 @@ def test_scoring_leaves_transformer_engines_scales(tiny_model):
     assert "Refusing to load pickled" in found["refused"]
 
 
-@pytest.fixture(scope="module")
-def ran(tiny_model) -> dict[str, Any]:
-    folders = {f: tiny_model(f, "--layers", "2") for f in ("qwen3_moe", "gpt_oss")}
-    found = child("forward", *folders.values())
-    return {family: found[folder.name] for family, folder in folders.items()} | {"operators": found["operators"]}
+@pytest.fixture
+def ran(found) -> dict[str, Any]:
+    return found[1]
 
 
 MEGATRONS_OWN = "wait aten._to_copy.default moe_utils.py"
@@ -157,7 +162,7 @@ def test_an_update_is_read_a_few_times(ran, family):
     assert all("wait aten._to_copy" in t and "mismatch_metrics.py" in t for t in stages["mismatch"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def operators(ran) -> dict[str, Any]:
     return ran["operators"]
 

@@ -21,8 +21,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.servers.client import EngineLost
 from megatron_rl.tasks import Prompt
+from tests.environments.scripted import ONE_PROCESS
 from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
-from tests.rollout.test_agents import ONE_PROCESS, Asking, Echo, Plain, Talkative, pieces
+from tests.rollout.test_agents import Asking, Echo, Plain, Talkative, pieces
 from tests.rollout.test_engine import process_of
 
 ECHO = Echo().schema
@@ -306,7 +307,7 @@ def test_an_agent_that_takes_too_long_keeps_what_it_has(world):
         if prompt.prompt_id == "q:0":
             done.wait(120)
 
-    _, collect = world(agent, time_limit_s=8.0)  # a reply of a busy machine takes seconds
+    _, collect = world(agent, time_limit_s=14.0)  # a reply of a busy machine takes seconds
     try:
         trajectories, _ = collect(3)
     finally:

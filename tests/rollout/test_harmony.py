@@ -44,6 +44,7 @@ from megatron_rl.tasks.openai_messages import parse_messages
 from megatron_rl.tools.calculator import Calculator
 from megatron_rl.tools.interpreter import PythonTool
 from megatron_rl.tools.toolbox import Environment
+from tests.environments.scripted import ONE_PROCESS
 from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer, text_tokenizer
 
 KEEP = RenderConversationConfig(auto_drop_analysis=False)
@@ -911,11 +912,10 @@ def test_a_conversation_with_several_questions(history, evaluates):
     """Sampled, it is one sequence, exact to the token; rendered, each question begins one behind the history as it is used."""
     settings = {"dialect": "harmony", "max_turns": 8, "history": history}
     tree = {"rollout": {"program": "agent", "max_new_tokens": 400, "context_length": 2000}, "agent": settings}
-    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
     task = SimpleNamespace(
         name="asking", program=None, parts=("correct",), tools=lambda: [Calculator()], environment=lambda p, t: Going(t)
     )
-    agents = Agents(build_config(tree), gpt_oss_tokenizer(), task, ranks)
+    agents = Agents(build_config(tree), gpt_oss_tokenizer(), task, ONE_PROCESS)
     try:
         own = copy.deepcopy(agents.schemas)
         own[0]["function"]["description"] = "The row's own words."
@@ -964,9 +964,8 @@ def test_instructions_that_add_up_are_evaluated_as_the_model_is_used():
     """Multi-IF's turns, as the recipes evaluate them: each question stands behind the library's history of those before."""
     tree = {"rollout": {"program": "agent", "max_new_tokens": 400, "context_length": 2000}}
     config = build_config(tree | {"agent": {"dialect": "harmony", "max_turns": 3}, "data": MULTI_IF})
-    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
     task = build_task(config.data, more_parts=Agents.parts)
-    agents = Agents(config, gpt_oss_tokenizer(), task, ranks)
+    agents = Agents(config, gpt_oss_tokenizer(), task, ONE_PROCESS)
     try:
         prompt = agents.encode(random.choice(task.prompts("train")))
         settings = {"samples_per_prompt": 1, "max_new_tokens": 400, "stop_token_ids": [RETURN], "evaluates": True}
@@ -991,11 +990,10 @@ def test_instructions_that_add_up_are_evaluated_as_the_model_is_used():
 def test_what_has_no_history_of_its_own_is_told():
     tree = {"rollout": {"program": "agent"}, "agent": {"history": "rendered"}}
     task = SimpleNamespace(name="asking", program=None, parts=("correct",), tools=list)
-    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
     with pytest.raises(
         UserError, match=r"^config: agent\.history: rendered with agent\.dialect: qwen.*set history: sampled"
     ):
-        Agents(build_config(tree), text_tokenizer(512), task, ranks)
+        Agents(build_config(tree), text_tokenizer(512), task, ONE_PROCESS)
 
 
 @pytest.mark.parametrize("renders", [False, True])

@@ -110,7 +110,8 @@ def test_normalized_scores_have_the_run_s_mean_and_deviation(scorer):
     assert ours.reward_parts["liked"] != float(ours.tokens.sum())
 
 
-def test_a_server_is_asked_again_and_then_named(scorer):
+def test_a_server_is_asked_again_and_then_named(scorer, monkeypatch):
+    monkeypatch.setattr("megatron_rl.servers.scores.PAUSE_S", 0.01)
     kind, url = scorer
     rewards, _ = later({"liked": {}}, url)
     kind.failures = 2

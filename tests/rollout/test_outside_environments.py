@@ -15,10 +15,11 @@ from megatron_rl.dialects import without_end
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.tasks import build_task
+from tests.environments.scripted import ONE_PROCESS
 from tests.environments.test_openenv import start_server
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 from tests.rollout.conftest import client_of
-from tests.rollout.test_agents import ONE_PROCESS, Plain, pieces
+from tests.rollout.test_agents import Plain, pieces
 
 ENDS = range(100, 200)
 """Tokens that end a reply: a random model samples the template's own too rarely. One of 512 is that."""

@@ -13,7 +13,7 @@ from tools.upcycle import TOLERANCE, load_dense, logit_difference, main, save, u
 @torch.no_grad()
 def test_moe_computes_what_the_dense_model_does(tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=2, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=2, initializer_range=0.1, **sizes)).eval()
     tokenizer, prompt = text_tokenizer(512), torch.randint(512, (1, 40))
     logits = model(prompt).logits
     save(upcycle(model, experts=4, topk=2), tokenizer, tmp_path / "same", torch.float32)

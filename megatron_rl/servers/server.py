@@ -18,6 +18,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from megatron_rl_plugin.gates import OVERRIDE as GATES
+from megatron_rl_plugin.identical import FLAG as IDENTICAL
+from megatron_rl_plugin.trace import FLAG as TRACE
+
 from megatron_rl.algorithms.sampling_support import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.config.credentials import bearer
@@ -31,13 +35,8 @@ from megatron_rl.servers.flags import FP32_PRODUCTS, asks_routes, check_extra_ar
 from megatron_rl.servers.own_environment import cuda_tools, find_python
 from megatron_rl.servers.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import FLAG as TRACE
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
-MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
-"""Goes on PYTHONPATH of every SGLang server that predicts routes, external ones included: the package below."""
 MODELS_PACKAGE = "megatron_rl_models"
 """Value of SGLANG_EXTERNAL_MODEL_PACKAGE of such a server."""
 STOP_GRACE_S = 3.0
@@ -140,26 +139,26 @@ class RolloutServer:
     routes: bool = False
     """Capture the experts of every token."""
     gates: bool = False
-    """Capture their weights with them, for which pythonpath must hold the plugin."""
+    """Capture their weights with them."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
     pythonpath: Sequence[str | Path] = ()
-    """Folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
+    """Folders with further plugins of SGLang (entry point group `sglang.srt.plugins`)."""
     predictor: bool = False
     """A route predictor in every router, zero until it is pushed."""
     feature_stride: int = 0
     """s > 0 sends the router features of every s-th response token along, in all replies (`EngineFeatures`)."""
     processor: bool = False
-    """Requests may bound the tail of the vocabulary (`SamplingSupport`), for which pythonpath must hold the plugin."""
+    """Requests may bound the tail of the vocabulary (`SamplingSupport`)."""
     kept_sets: bool = False
     """Requests may ask for the tokens that a truncation keeps,"""
     seeded_sets: bool = False
     """and have seeds."""
     fp32_lm_head: bool = False
     identical: bool = False
-    """Its operators are the trainer's (precision.identical), which pythonpath must hold."""
+    """Its operators are the trainer's (precision.identical)."""
     trace: Path | None = None
-    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py, which pythonpath must hold)."""
+    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py)."""
     devices: Sequence[str] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
     sleeps: bool = False
@@ -193,7 +192,7 @@ class RolloutServer:
         cls,
         config: Config,
         *,
-        pythonpath: Sequence[str | Path],
+        pythonpath: Sequence[str | Path] = (),
         log_path: Path = Path("sglang.log"),
         devices: Sequence[str] = (),
         sleeps: bool = False,
@@ -337,7 +336,7 @@ class RolloutServer:
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        paths = [str(path) for path in self.pythonpath] + [str(MODELS_PYTHONPATH)] * self.predictor
+        paths = [str(path) for path in self.pythonpath]
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
         paths += [p for p in [os.environ.get("PYTHONPATH")] if p]

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
-
-from megatron_rl.models.families import FAMILIES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
+from megatron_rl_plugin.fingerprint import (
     MODULUS,
     PREFIX,
     as_matrix,
@@ -26,6 +23,9 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     fingerprint_tensor,
     to_integers,
 )
+from torch import Tensor
+
+from megatron_rl.models.families import FAMILIES
 
 # -- slots ---------------------------------------------------------------------------------------------------------------
 # Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.

@@ -9,6 +9,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from megatron_rl_plugin.routes import compact
 
 from megatron_rl.config import ServerConfig
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
@@ -16,7 +17,6 @@ from megatron_rl.data.trajectory import Trajectory, WeightSpan, load_trajectorie
 from megatron_rl.errors import UserError
 from megatron_rl.servers.client import EngineLost, SGLangClient, parse_reply
 from megatron_rl.servers.server import RolloutServer, reserve_port
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 from tools.make_tiny_model import FAMILIES, Sizes
 
 rng = np.random.default_rng()

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import SyncConfig
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
@@ -53,7 +53,6 @@ def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
         context_length=128,
         routes=True,
         log_path=logs / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
     ) as server:
         before = prefill(server, sequences, layout)
@@ -117,7 +116,6 @@ def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
         context_length=128,
         routes=True,
         log_path=tmp_path / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
         feature_stride=1,
     ) as server:

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.compression import quantization
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 PLUGIN = Path(__file__).parent / "quantized_plugin"
@@ -74,7 +73,7 @@ def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path)
         dtype="fp32",
         context_length=256,
         log_path=tmp_path / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH, PLUGIN],
+        pythonpath=[PLUGIN],
     ) as server:
         served = prefill_log_probs(client_of(server), sequences)
     near, far = (

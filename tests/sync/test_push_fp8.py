@@ -18,7 +18,7 @@ from megatron_rl.config import ServerConfig, SyncConfig
 from megatron_rl.models import fp8
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.transport import Bucket, WeightSyncError
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 
 PLUGIN = Path(__file__).parent / "fp8_plugin"
 
@@ -34,7 +34,7 @@ def serving(
         dtype=dtype,
         context_length=512,
         log_path=folder / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH, *plugins],
+        pythonpath=plugins,
     ) as running:
         yield running
 

@@ -1,6 +1,6 @@
 """SGLang external model package: MoE models with a route predictor inside each router.
 
-A server finds it through PYTHONPATH (the folder above this one) and SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models;
+A server finds it through SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models;
 architectures that it does not have are SGLang's own as before. It imports torch, numpy and SGLang, and nothing of the
 trainer.
 """

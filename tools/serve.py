@@ -21,6 +21,7 @@ from megatron_rl.checks.model_folders import with_folders
 from megatron_rl.config.credentials import key_of, key_of_folder
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError
+from megatron_rl.servers.own_environment import check_plugin, find_python
 from megatron_rl.servers.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port
 
 
@@ -47,6 +48,7 @@ def main() -> int:
                 f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each machine has"
                 " the same share of a server's GPUs"
             )
+        check_plugin(find_python(config.rollout.server.python))
         command, environment = server.command(), server.environment()
     except UserError as error:
         print(f"serve: error: {error}", file=sys.stderr)

@@ -8,4 +8,4 @@ trainer.
 from __future__ import annotations
 
 # SGLang skips a module that fails to import and would serve its own class of that name, without a predictor.
-from megatron_rl_models import families  # noqa: F401
+from megatron_rl_models import entry_classes  # noqa: F401

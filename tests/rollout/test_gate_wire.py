@@ -161,7 +161,7 @@ def test_a_server_is_told_and_an_external_one_asked(tiny_model):
     config, without = build_config(replays), build_config(replays | {"routing": {"source": "r3"}})
     recording = build_config({"model": {"path": str(model)}, "rollout": {"routes": True, "gates": True}})
     assert asks_gates(config) and asks_gates(recording) and not asks_gates(without)
-    commands = [" ".join(RolloutServer.from_config(c, pythonpath=[]).command()) for c in (config, recording, without)]
+    commands = [" ".join(RolloutServer.from_config(c).command()) for c in (config, recording, without)]
     assert [f'"{OVERRIDE}": true' in command for command in commands] == [True, True, False]
 
     from megatron_rl.models.parallel_check import read_hf_config

@@ -22,7 +22,7 @@ def code(root: Path = ROOT) -> str:
 
 
 def installed_code() -> str | None:
-    """The same of what is installed; None where SGLang would not find it: code that is merely on the path has no entry point."""
+    """The same of what is installed; None where SGLang does not find it: code that is merely on the path has no entry point."""
     return code() if entry_points(group="sglang.srt.plugins", name="megatron_rl") else None
 
 

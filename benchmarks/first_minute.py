@@ -35,7 +35,8 @@ TIMEOUT_S = 300
 
 def seconds(checkout: Path, arguments: list[str]) -> tuple[float, float]:
     """Wall and CPU seconds of a command."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    path = f"{checkout}{os.pathsep}{checkout / 'sglang_plugin'}"
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", *arguments],

@@ -1,4 +1,4 @@
-"""fp32 matrix products on the CPU: oneDNN as megatron_rl/platform/matmul.py calls it, against torch's own choice.
+"""fp32 matrix products on the CPU: oneDNN as sglang_plugin/sglang_on_cpu/matmul.py calls it, against torch's own choice.
 
     python benchmarks/matmul.py --json docs/results/matmul.json
 
@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-
-from megatron_rl.platform import matmul
+from sglang_on_cpu import matmul
 
 WEIGHTS = {"experts, up and gate": (3072, 576), "experts, down": (576, 1536), "attention, qkv": (960, 576)}
 ROWS = (4, 16, 32, 128, 1024)

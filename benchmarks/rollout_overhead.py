@@ -23,7 +23,6 @@ from megatron_rl.config import PruningConfig, ServerConfig
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.servers.client import SGLangClient
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 FREE = SamplingSupport()
 SUPPORTS = {"pruned": SamplingSupport(min_p=PruningConfig().rho), "identical": FREE}
@@ -50,7 +49,6 @@ def main() -> None:
             context_length=sequence + 16,
             processor="pruned" in args.variants,
             identical=identical,
-            pythonpath=[SERVER_PYTHONPATH],
             log_path=Path(f"{args.log}.identical" if identical else args.log),
         )
 

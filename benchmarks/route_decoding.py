@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron_rl_plugin.routes import compact
 
 from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.servers.client import parse_reply
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 
 WARM_UP = 2
 

@@ -19,13 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from megatron_rl_plugin.fingerprint import fingerprint
 from safetensors.torch import load_file
 
 from megatron_rl.config import ServerConfig, SyncConfig
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.sync.transports import TRANSPORTS
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 
 
 def seconds(work: Callable[[], object], repeat: int) -> dict[str, float]:
@@ -84,7 +84,6 @@ def main() -> None:
                 dtype=options.dtype,
                 context_length=256,
                 log_path=Path(folder) / "sglang.log",
-                pythonpath=[SERVER_PYTHONPATH],
             )
             address = stack.enter_context(server).address
         result = measure(options.model, address, options.dtype, options.transports, options.bucket_mb, options.repeat)

@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.config import ServerConfig
 from megatron_rl.models.fp8 import quantized
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 ENGINES = {
     "fp32": (None, "fp32"),
@@ -72,7 +71,7 @@ def ask(server: RolloutServer, body: dict) -> dict:
 
 def serve(folder: Path, dtype: str) -> RolloutServer:
     config = ServerConfig(max_total_tokens=16384)
-    options = {"pythonpath": [SERVER_PYTHONPATH], "log_path": folder.parent / f"{dtype}.log", "context_length": 512}
+    options = {"log_path": folder.parent / f"{dtype}.log", "context_length": 512}
     return RolloutServer(folder, config, dtype=dtype, **options)
 
 

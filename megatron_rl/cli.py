@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -368,6 +369,11 @@ def main(arguments: list[str] | None = None) -> int:
     if COMMANDS[args.command].mostly_imports:
         gc.disable()  # most of what these do is to import, of which looking for garbage is a fifth
     try:
+        if find_spec("megatron_rl_plugin") is None:
+            raise UserError(
+                "megatron-rl-sglang is not installed: run tools/setup.sh, or"
+                f" {sys.executable} -m pip install --no-deps ./sglang_plugin"
+            )
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
         _say_once(str(error))

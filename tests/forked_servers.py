@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.servers.own_environment import find_python
 from megatron_rl.servers.server import SUPERVISOR, RolloutServer
 from tests.zygote import FOLDER, Process, Zygote
@@ -25,6 +23,7 @@ GRACE_S = 0.1
 """Between SIGTERM and SIGKILL. SGLang looks at the former every five seconds, and those who stop a server would wait for it."""
 PRELOADED = (
     "sglang_server",
+    "sglang_on_cpu:prepare",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
@@ -70,7 +69,7 @@ class ForkedServer:
         """Its exit status. Errors: subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired("sglang.launch_server", timeout or 0.0)
+            raise subprocess.TimeoutExpired("sglang_on_cpu", timeout or 0.0)
         return status
 
 
@@ -95,9 +94,9 @@ def serve(log: str, *arguments: str) -> None:
     runpy.run_path(str(SERVE), run_name="__main__")
 
 
-def output_of_script(script: Path, pythonpath: Sequence[Path], given: str = "", timeout: float = 240.0) -> str:
+def output_of_script(script: Path, given: str = "", timeout: float = 240.0) -> str:
     """What a script prints in SGLang's Python, forked. given: its input. Errors: AssertionError where it fails."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, pythonpath)), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with (
         tempfile.TemporaryFile("w+") as into,
         tempfile.TemporaryFile("w+") as out,
@@ -138,9 +137,9 @@ def _zygote() -> Zygote:
 
 
 def _environment() -> dict[str, str]:
-    path = (Path(__file__).parent, SUPERVISOR.parent, cpu_platform.PYTHONPATH)
+    path = (Path(__file__).parent, SUPERVISOR.parent)
     return {
-        **cpu_platform.environment(threads=1),
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -155,7 +154,7 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 def _spawn(command: list[str], environment: dict[str, str], log: TextIO):
     """Fork it, where the imports would have been the same."""
     same = _read_by_imports(environment) == _read_by_imports(_zygote().whole_environment())
-    if command[:3] == [str(find_python()), "-m", "sglang.launch_server"] and same:
+    if command[:3] == [str(find_python()), "-m", "sglang_on_cpu"] and same:
         return ForkedServer(command, environment, log)
     return spawn(command, environment, log)
 

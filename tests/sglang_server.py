@@ -1,6 +1,6 @@
 """In SGLang's environment: what is forked from its zygote becomes a server and its supervisor, as if they had been started.
 
-The supervisor is the real one. Below it a process becomes `python -m sglang.launch_server ...`, with the arguments, environment
+The supervisor is the real one. Below it a process becomes `python -m sglang_on_cpu ...`, with the arguments, environment
 and path that it would have.
 """
 
@@ -16,12 +16,13 @@ from functools import partial
 import orphans
 import supervise
 import zygote
+from sglang_on_cpu import STAND_INS
 
 OWN = os.environ["PYTHONPATH"].split(os.pathsep)
-"""Folders of this file, of the supervisor, and of what a server has, too."""
+"""Folders of this file and of the supervisor."""
 PATH = [entry for entry in sys.path if entry not in OWN]
 """Of a Python that is started with no others."""
-sys.path[:] = [*OWN[2:], *PATH]
+sys.path[:] = PATH
 
 
 class Forked:
@@ -59,12 +60,15 @@ def supervised(
     sys.exit(status)
 
 
+def _path_of(environment: Mapping[str, str], first: str) -> list[str]:
+    return [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
+
+
 def script(files: list[int], path: str, environment: Mapping[str, str]) -> None:
     """Be a script. files: its input, output and errors."""
     for number, file in enumerate(files):
         os.dup2(file, number)
-    entries = [os.path.dirname(path), *environment["PYTHONPATH"].split(os.pathsep), *PATH]
-    zygote.take_place(environment, os.getcwd(), entries)
+    zygote.take_place(environment, os.getcwd(), [str(STAND_INS), *_path_of(environment, os.path.dirname(path))])
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
 
@@ -88,7 +92,7 @@ def _serve(command: list[str], environment: Mapping[str, str]) -> None:
     supervise.follow_parent()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     folder = os.getcwd()
-    zygote.take_place(environment, folder, [folder, *environment["PYTHONPATH"].split(os.pathsep), *PATH])
+    zygote.take_place(environment, folder, _path_of(environment, folder))
     import setproctitle
     import torch
     from sglang.srt.models import registry

@@ -200,7 +200,8 @@ class Runs:
 
     def _python(self, *arguments: str, log: Path) -> None:
         """Run this Python on the checkout's code. Errors: SystemExit with the end of its output."""
-        environment = os.environ | {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        path = f"{self.checkout}{os.pathsep}{self.checkout / 'sglang_plugin'}"
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
             done = subprocess.run(

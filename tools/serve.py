@@ -21,8 +21,8 @@ from megatron_rl.checks.model_folders import with_folders
 from megatron_rl.config.credentials import key_of, key_of_folder
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError
+from megatron_rl.servers.own_environment import check_plugin, find_python
 from megatron_rl.servers.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 
 def main() -> int:
@@ -42,12 +42,13 @@ def main() -> int:
             )
         config = with_folders(load_config(args.config, overrides), "server")
         key = key_of(config.rollout.api_key, "rollout.api_key") or key_of_folder(args.address_file.parent)
-        server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH], key=key)
+        server = RolloutServer.from_config(config, key=key)
         if config.rollout.server.tensor % args.nodes:
             raise UserError(
                 f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each machine has"
                 " the same share of a server's GPUs"
             )
+        check_plugin(find_python(config.rollout.server.python))
         command, environment = server.command(), server.environment()
     except UserError as error:
         print(f"serve: error: {error}", file=sys.stderr)

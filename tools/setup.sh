@@ -57,7 +57,7 @@ declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-ver
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
     [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
 # What the trainer's environment depends on besides its lists: the package's own build.
-declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="" [verifiers]=""
+declare -A build=([trainer]="setup.py pyproject.toml csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
     [suites]="requirements/suites")
 # An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
 # nothing is remembered: a driver that is installed later is noticed.
@@ -160,7 +160,14 @@ make_environment() {
     grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
     complete_toolkits "$venv"
+    [[ $1 != trainer && $1 != rollout ]] || install_plugin "$venv"
     [[ $1 != suites ]] || install_scenarios "$venv"
+}
+
+# SGLang's side of megatron_rl. The trainer computes the same fingerprints, and has it too.
+install_plugin() {
+    "$uv" pip install --quiet --python "$1/bin/python" --no-deps --no-build-isolation --editable "$root/sglang_plugin" ||
+        fail "$1: megatron-rl-sglang could not be installed: see the messages above"
 }
 
 # MCP's scenarios for clients, which are of npm; the environment has a Node.js of its own.

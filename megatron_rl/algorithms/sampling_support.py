@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl_plugin.processors import PRUNE_TAIL
+
 from megatron_rl.config import PruningConfig, SamplingConfig
 from megatron_rl.errors import UserError
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 
 MOST_KEPT = 4096
 """Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_plugin.trace import OF_LAYER
+
 from megatron_rl.certify.compare import LOG_PROBS, Comparison, Difference, Place
 from megatron_rl.config import ModelConfig, ParallelConfig, PrecisionConfig, ServerConfig
 from megatron_rl.data.hub import as_id
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 
 PAGE, DATA = "certificate.md", "certificate.json"
 

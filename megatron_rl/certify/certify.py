@@ -25,7 +25,6 @@ from megatron_rl.models.hf_folder import check_served
 from megatron_rl.run.run import Run
 from megatron_rl.servers.local import place_here, visible_names
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import build_trainer
 
@@ -129,7 +128,6 @@ def _ask(run: Run, prompts: list[Prompt], tokens: int) -> Sides:
         run.logger.say(f"engine: {config.model.path} is being loaded")
         server = RolloutServer.from_config(
             config,
-            pythonpath=[SERVER_PYTHONPATH],
             log_path=run.folder / LOG,
             devices=visible_names(gpus),
             trace=trace,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
 from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
 
 Place = tuple[int | None, str]
 """Layer from 0, None outside of the layers, and operator."""

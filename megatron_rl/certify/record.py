@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM
 from torch import Tensor, nn
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.certify.compare import Place, Recorded
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.distributed.parallel import process_group
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM
 from megatron_rl.trainer.trainer import Trainer
 
 _OUTPUTS = {

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from megatron_rl_plugin.gates import ID_BITS, MOST_EXPERTS, STEPS
 
 from megatron_rl.data.sequence import RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import ID_BITS, MOST_EXPERTS, STEPS
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
 """The last one where there are more than 256 experts. Four-byte integers of another shape that are as long as smaller ones of

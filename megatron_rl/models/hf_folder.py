@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_rl_plugin.fingerprint import describe
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,7 +25,6 @@ from megatron_rl.models import fp8
 from megatron_rl.models.families import family_of
 from megatron_rl.models.parallel_check import reason
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3

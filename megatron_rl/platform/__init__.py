@@ -47,7 +47,8 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     from megatron_rl.platform.megatron import loader
 
     if "GPU" in missing:
-        from megatron_rl.platform import matmul
+        from sglang_on_cpu import matmul
+
         from megatron_rl.platform.megatron import quiet
 
         matmul.install()

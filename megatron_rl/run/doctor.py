@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.servers.own_environment import cuda_tools, find_python
+from megatron_rl.servers.own_environment import cuda_tools, find_python, plugin_problem
 
 ENGINE_TIMEOUT_S = 120.0
 """Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
@@ -324,6 +324,14 @@ def version(name):
     except m.PackageNotFoundError: return None
 out = {name: version(name) for name in ("sglang", "torch", "transformers")}
 try:
+    from megatron_rl_plugin.installed import installed_code
+    out["code"] = installed_code()
+except ImportError:
+    out["code"] = None
+try:
+    if sys.argv[1:] == ["cpu"]:
+        import sglang_on_cpu
+        sglang_on_cpu.prepare()
     import sglang.srt.server_args
     out["problem"] = None
 except BaseException as error:
@@ -336,25 +344,17 @@ def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
     """Import SGLang in its own Python while the other checks run: (its python, the process)."""
     with contextlib.suppress(Exception):
         python = find_python()
+        gpu = Path("/dev/nvidiactl").exists()  # looked for without torch, for speed
         with contextlib.suppress(OSError):
             return python, subprocess.Popen(
-                [str(python), "-c", _PROBE],
+                [str(python), "-c", _PROBE, *([] if gpu else ["cpu"])],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env=_engine_environment(python),
+                env=os.environ | (cuda_tools(python) if gpu else {}),
             )
         return python, None
     return None, None
-
-
-def _engine_environment(python: Path) -> dict[str, str]:
-    """The environment with which the trainer starts the server. A GPU is looked for without torch, for speed."""
-    if Path("/dev/nvidiactl").exists():
-        return os.environ | cuda_tools(python)
-    from megatron_rl.platform import sglang as cpu_platform
-
-    return os.environ | {**cpu_platform.environment(1), "PYTHONPATH": str(cpu_platform.PYTHONPATH)}
 
 
 def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Look:
@@ -376,8 +376,10 @@ def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Look:
         return "error", str(python), f"its Python ended with status {process.returncode} on importing it"
     found = json.loads(lines[-1])
     text = f"sglang {found['sglang']}, torch {found['torch']}, transformers {found['transformers']} at {python}"
+    if problem := plugin_problem(python, found["code"]):
+        return "error", text, problem
     if found["problem"]:
         problem = f"it cannot be imported ({found['problem'][:200]}), so no rollouts on this machine"
         return "error", text, f"{problem}: tools/setup.sh --force makes it anew"
-    pieces = "with the pieces of megatron_rl/platform/sglang/" if not Path("/dev/nvidiactl").exists() else ""
+    pieces = "with sglang_on_cpu's stand-ins" if not Path("/dev/nvidiactl").exists() else ""
     return "ok", text, f"imports {pieces}".strip()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_plugin.gates import OVERRIDE as GATES
+from megatron_rl_plugin.identical import FLAG as IDENTICAL
 from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -22,8 +24,6 @@ from megatron_rl.servers.client import with_scheme
 from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, asks_routes
 from megatron_rl.servers.server import asks_gates, feature_stride, serves_adapters
 from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, Engines, owner_of
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
 
 ANSWER_S = 60.0
 PHASES = ("prefill", "decode")

@@ -14,7 +14,6 @@ import torch
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,6 @@ class LocalServers:
         self.servers = [
             RolloutServer.from_config(
                 config,
-                pythonpath=[SERVER_PYTHONPATH],
                 log_path=config.run_dir / ("sglang.log" if alone else f"sglang-{index}.log"),
                 devices=visible_names(gpus),
                 sleeps=sleeps,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
+
+from megatron_rl_plugin import installed
 
 from megatron_rl.errors import UserError
 
@@ -22,6 +25,24 @@ def find_python(configured: str | None = None) -> Path:
     raise UserError(
         "no environment of SGLang found (.venv-rollout beside the package or in the current folder):"
         " run tools/setup.sh, or set rollout.server.python, or list running servers in rollout.addresses"
+    )
+
+
+def check_plugin(python: Path) -> None:
+    """Errors: UserError where SGLang's environment does not have the megatron-rl-sglang of this process."""
+    done = subprocess.run([python, "-m", "megatron_rl_plugin.installed"], capture_output=True, text=True, check=False)
+    if problem := plugin_problem(python, done.stdout.strip() or None):
+        raise UserError(problem)
+
+
+def plugin_problem(python: Path, found: str | None) -> str | None:
+    """What is wrong with the environment of `python`, in which `installed_code()` is `found`; None: nothing is."""
+    if found == installed.code():
+        return None
+    what = "lacks megatron-rl-sglang" if found is None else "has another megatron-rl-sglang than the trainer"
+    return (
+        f"SGLang's environment of {python} {what}: run tools/setup.sh, or"
+        f" {python} -m pip install --no-deps {installed.ROOT}"
     )
 
 

@@ -18,6 +18,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from megatron_rl_plugin.gates import OVERRIDE as GATES
+from megatron_rl_plugin.identical import FLAG as IDENTICAL
+from megatron_rl_plugin.trace import FLAG as TRACE
+
 from megatron_rl.algorithms.sampling_support import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.config import Config, LoRAConfig, RolloutConfig, RoutingConfig, ServerConfig, SyncConfig
 from megatron_rl.config.credentials import bearer
@@ -26,18 +30,12 @@ from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
-from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.servers.flags import FP32_PRODUCTS, asks_routes, check_extra_args, server_flags
-from megatron_rl.servers.own_environment import cuda_tools, find_python
+from megatron_rl.servers.own_environment import check_plugin, cuda_tools, find_python
 from megatron_rl.servers.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import FLAG as TRACE
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
-MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
-"""Goes on PYTHONPATH of every SGLang server that predicts routes, external ones included: the package below."""
 MODELS_PACKAGE = "megatron_rl_models"
 """Value of SGLANG_EXTERNAL_MODEL_PACKAGE of such a server."""
 STOP_GRACE_S = 3.0
@@ -139,26 +137,24 @@ class RolloutServer:
     routes: bool = False
     """Capture the experts of every token."""
     gates: bool = False
-    """Capture their weights with them, for which pythonpath must hold the plugin."""
+    """Capture their weights with them."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
-    pythonpath: Sequence[str | Path] = ()
-    """Folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
     predictor: bool = False
     """A route predictor in every router, zero until it is pushed."""
     feature_stride: int = 0
     """s > 0 sends the router features of every s-th response token along, in all replies (`EngineFeatures`)."""
     processor: bool = False
-    """Requests may bound the tail of the vocabulary (`SamplingSupport`), for which pythonpath must hold the plugin."""
+    """Requests may bound the tail of the vocabulary (`SamplingSupport`)."""
     kept_sets: bool = False
     """Requests may ask for the tokens that a truncation keeps,"""
     seeded_sets: bool = False
     """and have seeds."""
     fp32_lm_head: bool = False
     identical: bool = False
-    """Its operators are the trainer's (precision.identical), which pythonpath must hold."""
+    """Its operators are the trainer's (precision.identical)."""
     trace: Path | None = None
-    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py, which pythonpath must hold)."""
+    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py)."""
     devices: Sequence[str] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
     sleeps: bool = False
@@ -192,7 +188,6 @@ class RolloutServer:
         cls,
         config: Config,
         *,
-        pythonpath: Sequence[str | Path],
         log_path: Path = Path("sglang.log"),
         devices: Sequence[str] = (),
         sleeps: bool = False,
@@ -224,7 +219,6 @@ class RolloutServer:
             trace=trace,
             log_path=log_path,
             seed=config.seed,
-            pythonpath=pythonpath,
             devices=devices,
             sleeps=sleeps,
             adapter_rank=config.lora.rank if modules else 0,
@@ -269,7 +263,8 @@ class RolloutServer:
             tokens = tokens or CPU_CACHE_TOKENS
         if tokens:
             flags["--max-total-tokens"] = tokens
-        command = [str(find_python(self.config.python)), "-m", "sglang.launch_server"]
+        module = "sglang_on_cpu" if machine.gpu is None else "sglang.launch_server"
+        command = [str(find_python(self.config.python)), "-m", module]
         for name, value in flags.items():
             command += [name, str(value)]
         # Token ids go in and out: the trainer has the tokenizer, and a hop through the detokenizer less.
@@ -310,8 +305,6 @@ class RolloutServer:
             overrides[GATES] = True
         if overrides:
             command += ["--json-model-override-args", json.dumps(overrides)]
-        if machine.gpu is None:
-            command += cpu_platform.FLAGS
         return command + self.config.extra_args
 
     def _hf_config(self) -> dict:
@@ -337,22 +330,20 @@ class RolloutServer:
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        paths = [str(path) for path in self.pythonpath] + [str(MODELS_PYTHONPATH)] * self.predictor
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
-        paths += [p for p in [os.environ.get("PYTHONPATH")] if p]
         if machine.gpu is None:
-            paths.insert(0, str(cpu_platform.PYTHONPATH))
-            environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
+            environment["OMP_NUM_THREADS"] = str(self.config.threads or os.cpu_count() or 1)
         else:
             environment |= cuda_tools(find_python(self.config.python))
-        return environment | {"PYTHONPATH": os.pathsep.join(paths), KEY: self.key}
+        return environment | {KEY: self.key}
 
     def start(self) -> None:
         """Start the process; returns at once."""
         if not (self.model / "config.json").is_file():
             raise UserError(f"model '{self.model}' has no config.json: rollout needs a Hugging Face folder")
         command = self.command()
+        check_plugin(find_python(self.config.python))
         self.asleep = set()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "a") as log:

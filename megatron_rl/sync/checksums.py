@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
-
-from megatron_rl.models.families import EXPERT_LINEARS, FAMILIES, LINEARS, STACKS, stack_of
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
+from megatron_rl_plugin.fingerprint import (
     MODULUS,
     PREFIX,
     as_matrix,
@@ -26,6 +23,9 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     fingerprint_tensor,
     to_integers,
 )
+from torch import Tensor
+
+from megatron_rl.models.families import EXPERT_LINEARS, FAMILIES, LINEARS, STACKS, stack_of
 
 # -- slots ---------------------------------------------------------------------------------------------------------------
 # Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.

@@ -27,7 +27,7 @@ class TensorTransport(Transport):
 
     @override
     def allocate(self, nbytes: int) -> Tensor:
-        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+        from megatron_rl_plugin import memory
 
         if self.device.type == "cuda":
             return super().allocate(nbytes)
@@ -51,7 +51,7 @@ class TensorTransport(Transport):
         )
 
     def _dump_cpu(self, bucket: Bucket, rank: int) -> str:
-        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+        from megatron_rl_plugin import memory
 
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
         path = cast("Any", bucket.buffer).shared.path  # `memory.allocate` put it there
@@ -59,7 +59,7 @@ class TensorTransport(Transport):
         return base64.b64encode(memory.dump_call("map_bucket", arguments)).decode()
 
     def _dump_cuda(self, bucket: Bucket, rank: int) -> str:
-        from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+        from megatron_rl_plugin import memory
 
         metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
         arguments = ({"flattened_tensor": _OpenedAt(bucket.data, rank), "metadata": metadata},)

@@ -42,9 +42,6 @@ from megatron_rl.sync.transports import transport_class
 
 T = TypeVar("T")
 
-SERVER_PYTHONPATH = Path(__file__).parent / "pythonpath"
-"""The checksum plugin, for PYTHONPATH of every SGLang server, external ones included."""
-
 
 @dataclass(frozen=True)
 class SyncStats:
@@ -240,7 +237,7 @@ class WeightSync:
             if any(parameter is None for rank in ranks for parameter in rank.values()):
                 raise WeightSyncError(
                     f"weight sync: {address} runs without the checksum plugin:"
-                    f" start it with {SERVER_PYTHONPATH} on its PYTHONPATH"
+                    " install it into that environment (pip install --no-deps ./sglang_plugin) and start it again"
                 )
             servers.append(cast("list[dict[str, EngineParameter]]", ranks))
         if any(_layout(ranks) != _layout(servers[0]) for ranks in servers):

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
@@ -36,7 +37,6 @@ from megatron_rl.models.value_head import value_head
 from megatron_rl.ops.device import LateChecks
 from megatron_rl.routing.passes import RoutePass, RouterLosses
 from megatron_rl.routing.table import RouteShape
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_part, own_rows, watched_layers
 from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Stage, Step, UpdateContext, UpdateHook

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
 
 from megatron_rl.certify.certificate import Step, as_json, facts_of, outcome, page, verdict
 from megatron_rl.certify.compare import LOG_PROBS, Recorded, common_prefix, compare, matching_rows, order_of
 from megatron_rl.certify.engine_side import read_passes
 from megatron_rl.config.load import build_config
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
 
 LAYERS = 3
 PLACES = [(None, EMBEDDING), *((layer, name) for layer in range(LAYERS) for name in OF_LAYER), (None, FINAL_NORM)]

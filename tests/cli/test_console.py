@@ -106,3 +106,11 @@ def test_slow_bf16_is_said():
 def test_a_single_process_says_its_error(capsys):
     assert main(["plan", "/nowhere.yaml"]) == 2
     assert capsys.readouterr().err.startswith("megatron-rl: error: ")
+
+
+def test_an_environment_from_before_sglangs_package_names_the_command(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "megatron_rl_plugin", None)  # as where it is not installed
+    assert main(["keys"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "megatron-rl: error: megatron-rl-sglang is not installed: run tools/setup.sh, or"
+    )

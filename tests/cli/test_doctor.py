@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_rl_plugin.installed import code
 
 from megatron_rl.run import doctor
 from megatron_rl.sandbox import bubblewrap, cgroup, isolated
@@ -185,11 +186,15 @@ def test_a_check_that_fails_becomes_a_warning(monkeypatch):
     assert any(f.part == "SGLang" and "rollout.addresses" in f.note for f in findings)
 
 
+FOUND = {"sglang": "1", "torch": None, "transformers": None, "problem": "ImportError: x"}
+
+
 @pytest.mark.parametrize(
     ("code", "state", "words"),
     [
         ("import sys; sys.exit(3)", "error", "ended with status 3"),
-        ('print(\'{"sglang": "1", "torch": null, "transformers": null, "problem": "ImportError: x"}\')', "error", "x"),
+        (f"print('{json.dumps(FOUND | {'code': code()})}')", "error", "cannot be imported (ImportError: x)"),
+        (f"print('{json.dumps(FOUND | {'code': None})}')", "error", "lacks megatron-rl-sglang: run tools/setup.sh"),
         ("import time; time.sleep(600)", "warning", "took longer"),
     ],
 )

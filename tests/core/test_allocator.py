@@ -61,7 +61,7 @@ def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
 def test_the_engine_does_not_inherit_it(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     settings = build_config({"model": {"path": str(tmp_path)}})
-    server = RolloutServer.from_config(settings, pythonpath=[], log_path=tmp_path / "log")
+    server = RolloutServer.from_config(settings, log_path=tmp_path / "log")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in server.environment()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from megatron_rl_plugin.processors import PRUNE_TAIL
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -23,7 +24,6 @@ from megatron_rl.checks.rl_rules import LEARNING, loss_hints
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 from megatron_rl.trainer.objective import correction_of
 
 GAE = {"algorithm": {"advantage": "gae"}}

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from breaks import BREAKS, certify_again
+from megatron_rl_plugin.trace import OF_LAYER
 
 from megatron_rl.certify import certify as command
 from megatron_rl.certify.certificate import DATA, PAGE
 from megatron_rl.certify.engine_side import Sides
 from megatron_rl.cli import main
 from megatron_rl.distributed import parallel
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 from tests.program import forked
 from tests.ranks import run_ranks
 

@@ -39,7 +39,7 @@ from tests.platform import fake_gpu
 
 LENGTHS = (37, 12, 64)
 """Lengths of the prompts."""
-PLUGIN = Path(__file__).parents[2] / "megatron_rl" / "sync" / "pythonpath"
+PLUGIN = Path(__file__).parents[2] / "sglang_plugin"
 
 
 class Seen:

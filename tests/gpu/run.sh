@@ -62,14 +62,17 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filt
     wait
 }
 
-# An environment that sees the carried packages, then those of the machine's Python, which may be an environment's itself.
+# An environment that sees the carried packages, then those of the machine's Python, which may be an environment's itself. SGLang's
+# side of the trainer is this checkout's, as tools/setup.sh installs it, without pip: its folder, and where SGLang finds its name.
 see() { # ENVIRONMENT NAMES...
     local packages name
     packages=$("$1/bin/python" -c 'import site; print(site.getsitepackages()[0])')
     for name in "${@:2}"; do
         printf 'import site; site.addsitedir("%s/.venv-gpu/carried/%s/site")\n' "$PWD" "$name"
     done >"$packages/carried.pth"
-    printf '%s\n' "$PWD" >>"$packages/carried.pth"
+    printf '%s\n' "$PWD" "$PWD/sglang_plugin" >>"$packages/carried.pth"
+    (cd sglang_plugin && "$machine" -c 'import sys; from setuptools import build_meta
+build_meta.prepare_metadata_for_build_wheel(sys.argv[1])' "$packages" >/dev/null)
     "$machine" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$packages/machine.pth"
     # Transformer Engine and our build look for CUDA's libraries in the environment alone.
     for name in $(<"$packages/machine.pth"); do

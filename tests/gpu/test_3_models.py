@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron_rl_plugin.fingerprint import fingerprint
 from safetensors.torch import load_file
 
 from megatron_rl.data.sequence import Sequence
@@ -15,7 +16,6 @@ from megatron_rl.models import families
 from megatron_rl.ops import linear_log_probs
 from megatron_rl.ops.masked_log_softmax import KeptTokens
 from megatron_rl.sync.checksums import WeightsDigest
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.trainer import checkpoint
 from tests.routing import replays
 from tests.trainer import layouts

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_rl_plugin.fingerprint import fingerprint
 from safetensors.torch import load_file
 
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Bucket
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -87,7 +86,7 @@ def test_a_stopped_run_goes_on(recorded, tmp_path):
 _RECEIVER = """
 import base64, pickle, sys
 import torch
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
+from megatron_rl_plugin.fingerprint import fingerprint
 torch.cuda.init()
 found = pickle.loads(base64.b64decode(sys.stdin.read()))
 data = found["flattened_tensor"]
@@ -107,7 +106,7 @@ def test_another_process_maps_the_bucket(dtype, cuda, recorded):
         bucket.add(name, tensor.to(cuda), dtype)
     torch.cuda.synchronize()
     payload = TensorTransport._dump_cuda(None, bucket, 0)
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{SERVER_PYTHONPATH}"}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-c", _RECEIVER], input=payload, capture_output=True, text=True, timeout=120, env=environment
     )

@@ -65,7 +65,7 @@ print("same")
     ],
 )
 def test_with_a_gpu_the_missing_packages_decide(tmp_path, files, missing):
-    ask = "from megatron_rl.platform import activate\nprint(sorted(activate()), 'megatron_rl.platform.matmul' in sys.modules)"
+    ask = "from megatron_rl.platform import activate\nprint(sorted(activate()), 'sglang_on_cpu.matmul' in sys.modules)"
     assert run(put(tmp_path, files) + ask) == f"{sorted(missing)} False"
 
 

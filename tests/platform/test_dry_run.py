@@ -18,6 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from megatron_rl_plugin.fingerprint import PREFIX  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from megatron_rl.config import ServerConfig  # noqa: E402
@@ -25,7 +26,6 @@ from megatron_rl.models.families import moe_layers  # noqa: E402
 from megatron_rl.models.precision import Machine  # noqa: E402
 from megatron_rl.servers.own_environment import find_python  # noqa: E402
 from megatron_rl.servers.server import RolloutServer  # noqa: E402
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import PREFIX  # noqa: E402
 from tools.make_tiny_model import FAMILIES, PRESETS, Sizes  # noqa: E402
 
 DRY_RUN = REPOSITORY / "tests" / "gpu" / "dry_run.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang_on_cpu import matmul
 
-from megatron_rl.platform import matmul
 from tests.preloaded import PYTHON_WITH_PACKAGES
 
 WEIGHTS = [(600, 1000), (1000, 600), (40, 30)]
@@ -81,7 +81,8 @@ def test_installed_it_serves_products_and_their_gradients():
     """In a process of its own, with the calls to oneDNN counted: linear layers, gradients, torch's errors."""
     source = """
 import torch
-from megatron_rl.platform import activate, matmul
+from megatron_rl.platform import activate
+from sglang_on_cpu import matmul
 activate()
 calls, linear = [], matmul._linear
 matmul._linear = lambda x, weight: calls.append(x.shape[0]) or linear(x, weight)

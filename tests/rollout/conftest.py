@@ -24,7 +24,6 @@ from megatron_rl.rollout.over_sampling import FirstGroups
 from megatron_rl.rollout.recover import generate
 from megatron_rl.servers.client import SGLangClient
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.ranks import nearly_ties
 from tools.make_tiny_model import make_tiny_model
 
@@ -164,7 +163,7 @@ def reference(tmp_path_factory) -> Reference:
 @pytest.fixture(scope="session")
 def server(reference, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "sglang.log"
-    options = {"routes": True, "processor": True, "kept_sets": True, "pythonpath": [SERVER_PYTHONPATH]}
+    options = {"routes": True, "processor": True, "kept_sets": True}
     with RolloutServer(
         reference.folder, CPU_SERVER, dtype="fp32", context_length=4096, log_path=log, **options
     ) as running:

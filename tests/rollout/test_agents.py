@@ -324,7 +324,7 @@ def test_a_server_killed_in_turn_3_loses_nothing_and_nothing_is_sampled_twice(se
         async def do(self, session):
             if session.calls == 3 and not self.killed:
                 self.killed = True
-                os.kill(process_of(server, "sglang.launch_server"), signal.SIGKILL)
+                os.kill(process_of(server, "sglang_on_cpu"), signal.SIGKILL)
 
     tool = Killing()
     agents = world(tool, max_turns=6)

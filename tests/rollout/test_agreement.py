@@ -20,7 +20,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
 from megatron_rl.rewards.judge import Judge, Judgements
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from megatron_rl.tasks import Prompt
 from tests.ranks import nearly_ties, run_ranks
 from tests.rollout.conftest import (
@@ -169,7 +168,7 @@ def test_trainer_agrees_on_sinks_windows_and_yarn(dtype, median, largest, tmp_pa
         if dtype == "bf16" or not nearly_ties(model, sequence):
             sequences.append(sequence)
     prompts = [Question(str(i), sequence) for i, sequence in enumerate(sequences[:4])]
-    settings = {"dtype": dtype, "context_length": 2048, "log_path": tmp_path / "log", "pythonpath": [SERVER_PYTHONPATH]}
+    settings = {"dtype": dtype, "context_length": 2048, "log_path": tmp_path / "log"}
     with RolloutServer(folder, CPU_SERVER, **settings) as server:
         client = client_of(server)
         served = prefill_log_probs(client, sequences)

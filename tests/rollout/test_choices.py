@@ -12,7 +12,6 @@ import pytest
 from megatron_rl.config import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
-from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.servers.flags import AS_PUSHED, TAKES_FP32, server_flags
 from megatron_rl.servers.server import RolloutServer
 from tests.forked_servers import output_of_script
@@ -39,7 +38,7 @@ def resolve(cases: list[tuple[str, list[str]]]) -> list[dict]:
     """SGLang's answers for (card, command line) each."""
     given = json.dumps([(facts(card), arguments) for card, arguments in cases])
     script = Path(__file__).with_name("resolve_choices.py")
-    return json.loads(output_of_script(script, [cpu_platform.PYTHONPATH], given))
+    return json.loads(output_of_script(script, given))
 
 
 def arguments(model: Path, card: str, **settings) -> list[str]:

@@ -9,6 +9,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from megatron_rl_plugin.routes import compact
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import ServerConfig
@@ -18,7 +19,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.shape import engine_routes
 from megatron_rl.servers.client import EngineLost, SGLangClient, parse_reply
 from megatron_rl.servers.server import RolloutServer, reserve_port
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 from tools.make_tiny_model import FAMILIES, Sizes
 
 rng = np.random.default_rng()

@@ -96,10 +96,10 @@ def test_gpus_keep_the_names_that_they_have(monkeypatch):
 
 def test_a_server_has_its_share_and_a_memory_saver(tmp_path):
     config = build_config({"model": {"path": str(tmp_path)}, "sync": {"refresh": {"when": "drift"}}})
-    server = RolloutServer.from_config(config, pythonpath=[], devices=["2", "3"], sleeps=True)
+    server = RolloutServer.from_config(config, devices=["2", "3"], sleeps=True)
     assert server.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(server.command())
-    plain = RolloutServer.from_config(config, pythonpath=[])
+    plain = RolloutServer.from_config(config)
     assert not {"--enable-memory-saver", "--enable-weights-cpu-backup"} & set(plain.command())
 
 

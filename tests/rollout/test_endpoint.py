@@ -326,7 +326,7 @@ def test_a_server_that_dies_is_waited_for_and_nothing_is_sampled_twice(world, se
             for number in range(3):
                 if number == 2 and not killed:
                     killed.append(prompt.prompt_id)
-                    os.kill(process_of(server, "sglang.launch_server"), signal.SIGKILL)
+                    os.kill(process_of(server, "sglang_on_cpu"), signal.SIGKILL)
                 asked_for.append(number)
                 messages = [
                     *messages,

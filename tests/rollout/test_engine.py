@@ -138,7 +138,7 @@ def process_of(server: RolloutServer, name: str) -> int:
     raise AssertionError(f"no process {name}")
 
 
-@pytest.mark.parametrize("name", ["sglang.launch_server", "sglang::scheduler"])
+@pytest.mark.parametrize("name", ["sglang_on_cpu", "sglang::scheduler"])
 def test_a_server_that_hangs_is_seen(server, monkeypatch, name):
     """One whose first process stands still, and one whose scheduler does."""
     assert not server.hangs()
@@ -208,7 +208,7 @@ def test_kill_9_in_mid_step_loses_nothing(server):
     def kill_once(arrived: int, wanted: int) -> None:
         if not killed:
             killed.append((arrived, wanted))
-            os.kill(process_of(server, "sglang.launch_server"), signal.SIGKILL)
+            os.kill(process_of(server, "sglang_on_cpu"), signal.SIGKILL)
 
     # A call for each request, and a few stop tokens, which give responses of very different lengths: most are on their way
     # when the first one arrives.

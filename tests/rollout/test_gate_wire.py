@@ -11,6 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_rl_plugin.gates import (
+    MOST_EXPERTS,
+    OVERRIDE,
+    STEPS,
+    capture,
+    of_capturer,
+    pack,
+)
+from megatron_rl_plugin.routes import compact
 
 from megatron_rl.agents.conversation import Conversation
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -23,15 +32,6 @@ from megatron_rl.routing.table import has_route
 from megatron_rl.servers.client import Reply, parse_reply
 from megatron_rl.servers.external import problems
 from megatron_rl.servers.server import RolloutServer, asks_gates
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import (
-    MOST_EXPERTS,
-    OVERRIDE,
-    STEPS,
-    capture,
-    of_capturer,
-    pack,
-)
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 
 SHAPE = EngineRoutes(layers=3, moe_layers=(1, 2), experts=40, topk=2, gates=True)
 GATED = SimpleNamespace(with_gates=True)
@@ -161,7 +161,7 @@ def test_a_server_is_told_and_an_external_one_asked(tiny_model):
     config, without = build_config(replays), build_config(replays | {"routing": {"source": "r3"}})
     recording = build_config({"model": {"path": str(model)}, "rollout": {"routes": True, "gates": True}})
     assert [asks_gates(one.rollout, one.routing) for one in (config, recording, without)] == [True, True, False]
-    commands = [" ".join(RolloutServer.from_config(c, pythonpath=[]).command()) for c in (config, recording, without)]
+    commands = [" ".join(RolloutServer.from_config(c).command()) for c in (config, recording, without)]
     assert [f'"{OVERRIDE}": true' in command for command in commands] == [True, True, False]
 
     from megatron_rl.models.parallel_check import read_hf_config

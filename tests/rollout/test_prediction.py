@@ -16,7 +16,7 @@ from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import engine_features, engine_routes
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
@@ -54,7 +54,6 @@ def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
         context_length=128,
         routes=True,
         log_path=logs / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
     ) as server:
         before = prefill(server, sequences, layout)
@@ -118,7 +117,6 @@ def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
         context_length=128,
         routes=True,
         log_path=tmp_path / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
         feature_stride=1,
     ) as server:

@@ -9,6 +9,7 @@ sequences are behind one with a chance of 2e-12 (Chernoff).
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.compression import quantization
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 PLUGIN = Path(__file__).parent / "quantized_plugin"
@@ -58,7 +58,8 @@ def log_probs(model, sequences: list[list[int]]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("family", "form", "keep_layers"), CASES)
-def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path):
+def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN), prepend=os.pathsep)
     folder = a_model(family, tmp_path / "model")
     quantization.check_source(folder, form, keep_layers)
     sequences = [torch.randint(5, 500, (20,)).tolist() for _ in range(24)]
@@ -74,7 +75,6 @@ def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path)
         dtype="fp32",
         context_length=256,
         log_path=tmp_path / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH, PLUGIN],
     ) as server:
         served = prefill_log_probs(client_of(server), sequences)
     near, far = (

@@ -12,7 +12,6 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import engine_routes
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.ranks import run_ranks, without_ties
 from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
 from tests.weights import scaled
@@ -69,7 +68,7 @@ def sample(folder, dtype: str, tmp_path, prompts: int) -> list:
     rng = np.random.default_rng()
     layout = engine_routes(read_hf_config(folder), gates=True)
     questions = [Question(str(i), rng.integers(3, 512, int(rng.integers(4, 30))).tolist()) for i in range(prompts)]
-    options = {"routes": True, "gates": True, "pythonpath": [SERVER_PYTHONPATH], "log_path": tmp_path / "log"}
+    options = {"routes": True, "gates": True, "log_path": tmp_path / "log"}
     with RolloutServer(folder, CPU_SERVER, dtype=dtype, context_length=512, **options) as server:
         settings = {"samples_per_prompt": 2, "max_new_tokens": 40, "routes": layout}
         trajectories, _ = collect(client_of(server), questions, SUPPORT, **settings)

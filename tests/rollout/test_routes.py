@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from megatron_rl_plugin.fingerprint import describe
 from safetensors.torch import load_file
 
 from megatron_rl.agents.conversation import Conversation
@@ -25,8 +26,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.shape import engine_features
 from megatron_rl.routing.table import has_route
 from megatron_rl.servers.server import RolloutServer
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
 from tests.rollout.routers import PredictedReference, agreement, plant
@@ -46,7 +46,6 @@ def predicted(reference, tmp_path_factory):
         context_length=512,
         routes=True,
         log_path=tmp_path_factory.mktemp("predicted") / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
         feature_stride=STRIDE,
     ) as running:

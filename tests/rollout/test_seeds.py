@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import threading
 
 import numpy as np
 import pytest
 import torch
+from sglang_on_cpu import seeded_sampling
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport, request_seed
-from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.collect import Collection
 from tests.rollout.conftest import client_of
 from tests.rollout.test_engine import questions
@@ -22,16 +21,6 @@ SUPPORTS = {
     "truncated": SamplingSupport(top_p=0.9, top_k=64),
 }
 TOKENS, SAMPLES = 16, 4
-
-
-def load_sampling():
-    """The engine's module, which is not on this process's path."""
-    spec = importlib.util.spec_from_file_location(
-        "sampling_of_the_engine", cpu_platform.PYTHONPATH / "sglang_on_cpu" / "sampling.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sample(server, support, seed: str | None, *, shares: int, concurrency: int) -> list[list[int]]:
@@ -76,7 +65,6 @@ def test_requests_with_and_without_seeds_share_a_batch(server):
 
 def test_draws_have_the_distribution_of_the_row():
     """Chi-square over 60,000 seeds at one position, and over as many positions of one seed; places of weight 0 never."""
-    sampling = load_sampling()
     generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(31))
     weights = torch.rand(32, generator=generator) + 0.05
     weights[torch.randperm(32, generator=generator)[:8]] = 0.0  # rows need not add up to 1
@@ -84,7 +72,7 @@ def test_draws_have_the_distribution_of_the_row():
     seeds = torch.randint(1 << 62, (draws,), generator=generator)
     same = torch.full((draws,), int(seeds[0]))
     for seed, position in ((seeds, torch.full((draws,), 17)), (same, torch.arange(draws))):
-        found = sampling.multinomial_with_seed(weights.log().expand(draws, -1), seed, position)
+        found = seeded_sampling.multinomial_with_seed(weights.log().expand(draws, -1), seed, position)
         assert found.shape == (draws, 1)
         counts = torch.bincount(found[:, 0], minlength=32).double()
         assert not counts[weights == 0].any()
@@ -96,11 +84,10 @@ def test_draws_have_the_distribution_of_the_row():
 
 
 def test_the_last_place_can_be_drawn_and_nothing_behind_it():
-    sampling = load_sampling()
     seeds = torch.arange(1000)
     only_last = torch.tensor([-torch.inf, -torch.inf, 0.0]).expand(1000, -1)
-    assert (sampling.multinomial_with_seed(only_last, seeds, seeds) == 2).all()
-    numbers = sampling.uniform(np.arange(100_000), np.zeros(100_000, np.int64))
+    assert (seeded_sampling.multinomial_with_seed(only_last, seeds, seeds) == 2).all()
+    numbers = seeded_sampling.uniform(np.arange(100_000), np.zeros(100_000, np.int64))
     assert numbers.min() >= 0 and numbers.max() < 1 and len(np.unique(numbers)) > 99_990
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron_rl_plugin.installed import PACKAGES, ROOT
 
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.config.load import build_config
@@ -28,7 +29,7 @@ from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
 from megatron_rl.servers import orphans
 from megatron_rl.servers.local import LocalServers
-from megatron_rl.servers.own_environment import cuda_tools, find_python
+from megatron_rl.servers.own_environment import check_plugin, cuda_tools, find_python
 from megatron_rl.servers.server import SUPERVISOR, RolloutServer, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -203,6 +204,32 @@ def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.servers.own_environment.__file__", str(tmp_path / "a" / "b" / "server.py"))
     with pytest.raises(UserError, match=r"tools/setup\.sh"):
         find_python()
+
+
+def test_an_environment_without_this_checkouts_package_names_the_command(reference, tmp_path):
+    """Before a server starts: one that lacks it, one whose copy is of another checkout, and one that SGLang's search misses."""
+    home = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    server = RolloutServer(
+        reference.folder, ServerConfig(python=str(home / "bin" / "python")), log_path=tmp_path / "log"
+    )
+    with pytest.raises(
+        UserError, match=rf"lacks megatron-rl-sglang: .*setup\.sh, or \S+python -m pip install .*{ROOT}"
+    ):
+        server.start()
+    site = home / "lib" / "python3.12" / "site-packages"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, site / package)
+    with pytest.raises(UserError, match="lacks megatron-rl-sglang"):
+        check_plugin(home / "bin" / "python")
+    metadata = site / "megatron_rl_sglang-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-rl-sglang\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nmegatron_rl = megatron_rl_plugin:register\n")
+    check_plugin(home / "bin" / "python")
+    (site / "megatron_rl_plugin" / "routes.py").unlink()
+    with pytest.raises(UserError, match="has another megatron-rl-sglang than the trainer"):
+        check_plugin(home / "bin" / "python")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

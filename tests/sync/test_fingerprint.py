@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import fingerprint as fp
+from megatron_rl_plugin import fingerprint as fp
 
 
 def by_hand(tensor: torch.Tensor) -> int:

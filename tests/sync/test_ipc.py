@@ -9,11 +9,11 @@ import pickle
 from types import SimpleNamespace
 
 import torch
+from megatron_rl_plugin import memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
 from megatron_rl.sync.tensor import DEVICE_ARGUMENT, TensorTransport
 from megatron_rl.sync.transport import fill_buckets
 

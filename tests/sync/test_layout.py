@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from megatron_rl_plugin import fingerprint
+from megatron_rl_plugin.fingerprint import describe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.sync.checksums import ExpectedChecksums, keep_together, locate, parse
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import fingerprint
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 
 H, I, E, HEADS, KV, D, VOCAB = 32, 24, 4, 8, 2, 4, 41  # noqa: E741
 LAYER = "model.layers.0"

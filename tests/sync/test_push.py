@@ -32,7 +32,7 @@ from megatron_rl.run.run import Run
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.transport import Bucket, WeightSyncError
 from megatron_rl.sync.transports import TRANSPORTS
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 
 OWN_TRANSPORT = f"{Path(__file__).with_name('own_transport.py')}:Files"
 PROMPT = list(range(5, 29))
@@ -51,7 +51,6 @@ def server(model: Path, tmp_path_factory) -> Iterator[RolloutServer]:
         dtype="fp32",
         context_length=512,
         log_path=tmp_path_factory.mktemp("server") / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH],
     ) as running:
         yield running
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,15 +19,13 @@ from megatron_rl.config import ServerConfig, SyncConfig
 from megatron_rl.models import fp8
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.transport import Bucket, WeightSyncError
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 
 PLUGIN = Path(__file__).parent / "fp8_plugin"
 
 
 @contextmanager
-def serving(
-    model: Path, folder: Path, dtype: str, *extra: str, plugins: tuple[Path, ...] = ()
-) -> Iterator[RolloutServer]:
+def serving(model: Path, folder: Path, dtype: str, *extra: str) -> Iterator[RolloutServer]:
     server = ServerConfig(threads=1, max_total_tokens=2048, memory_fraction=0.2, extra_args=list(extra))
     with RolloutServer(
         model,
@@ -34,7 +33,6 @@ def serving(
         dtype=dtype,
         context_length=512,
         log_path=folder / "sglang.log",
-        pythonpath=[SERVER_PYTHONPATH, *plugins],
     ) as running:
         yield running
 
@@ -65,15 +63,16 @@ def test_rounded_weights_are_served(tiny_model, tmp_path):
     assert near < 0.01 and far > 2 * near, (near, far)
 
 
-def test_blocks_and_scales_land_where_sglang_holds_them(tiny_model, tmp_path):
+def test_blocks_and_scales_land_where_sglang_holds_them(tiny_model, tmp_path, monkeypatch):
     """What a GPU gets, in SGLang's own FP8 layers: every byte of e4m3 and of the scales is where it belongs, twice; a
     scale, or a weight, that was changed on the way is named."""
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN), prepend=os.pathsep)
     sizes = {"hidden": 128, "heads": 4, "kv-heads": 4, "head-dim": 32, "expert-intermediate": 256, "vocab": 300}
     model = tiny_model("qwen3_moe", "--layers", "2", *[str(part) for k, v in sizes.items() for part in (f"--{k}", v)])
     override = json.dumps({"quantization_config": fp8.quantization_config()})
     flags = ("--load-format", "dummy", "--json-model-override-args", override)
     with (
-        serving(model, tmp_path, "bf16", *flags, plugins=(PLUGIN,)) as server,
+        serving(model, tmp_path, "bf16", *flags) as server,
         WeightSync(
             SyncConfig(bucket_mb=0.2, timeout_s=60.0), [server.address], key=server.key, rollout_dtype="fp8"
         ) as sync,

@@ -10,9 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory, processors
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from megatron_rl_plugin import memory, processors
 
 # An engine's rank, which has the plugin by its own name: it loads the pickle, shows what it got, and zeroes it.
 RANK = """
@@ -26,8 +24,7 @@ assert not data[:8].any()
 
 
 def load_elsewhere(pickled: bytes) -> str:
-    environment = {"PYTHONPATH": str(SERVER_PYTHONPATH)}
-    done = subprocess.run([sys.executable, "-c", RANK], input=pickled, capture_output=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", RANK], input=pickled, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().strip()
 
@@ -50,9 +47,8 @@ def test_the_next_bucket_in_the_same_memory_is_seen():
         assert memory.map_bucket(buffer.shared.path, 8, [])["flattened_tensor"].tolist() == [value] * 8
 
 
-def test_a_tensor_that_is_shared_by_handle_is_copied_by_the_rank(monkeypatch):
+def test_a_tensor_that_is_shared_by_handle_is_copied_by_the_rank():
     """As with CUDA IPC, where the data is the trainer's own memory: the engine's plugin gives its rank a copy."""
-    monkeypatch.syspath_prepend(str(SERVER_PYTHONPATH))
     data = torch.arange(8, dtype=torch.uint8).share_memory_()
     pickled = memory.dump_call("own_copy", ({"flattened_tensor": data, "metadata": []},), ForkingPickler)
     theirs = pickle.loads(pickled)["flattened_tensor"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from megatron_rl_plugin.installed import code
 from packaging.version import Version
 
 from tests.preloaded import PYTHON_WITH_TRAINER
@@ -122,7 +123,7 @@ def test_an_archive_is_the_same_whenever_it_is_made_and_in_files_that_fit(packed
 @pytest.fixture
 def elsewhere(tmp_path, packed) -> Callable[..., subprocess.CompletedProcess]:
     """The script in a checkout without an environment, beside a bundle of Transformer Engine alone."""
-    for name in ("tests/gpu", "csrc", "setup.py"):
+    for name in ("tests/gpu", "csrc", "sglang_plugin", "setup.py"):
         source, target = REPOSITORY / name, tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
@@ -155,6 +156,9 @@ def test_references_that_were_left_behind_are_not_made_there(elsewhere, tmp_path
     done = elsewhere("training")
     assert done.returncode == 1 and "te: unpacked" in done.stderr
     assert "error: no gpu-bundle/references/training, which has to be carried" in done.stderr
+    for environment in (".venv-gpu", ".venv-gpu/rollout"):
+        command = [tmp_path / environment / "bin" / "python", "-m", "megatron_rl_plugin.installed"]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == code()
 
 
 def test_only_our_gpus_code_is_left_of_a_library(tmp_path):

@@ -82,7 +82,7 @@ def test_the_runs_of_stage_engine_are_valid_on_a_gpu(monkeypatch, tmp_path):
     for name, (config, values) in (runs | {"served": (engine.QUICKSTART, engine.served(tmp_path / "models"))}).items():
         found = load_config(REPOSITORY / config, overrides(values))
         check_config(found, "train", 1)
-        server = RolloutServer.from_config(found, pythonpath=[], devices=["0"], sleeps=found.rollout.colocate)
+        server = RolloutServer.from_config(found, devices=["0"], sleeps=found.rollout.colocate)
         command = server.command(machine)
         assert "triton" in command and "--enable-return-routed-experts" in command, name
         assert ("--enable-memory-saver" in command) == found.rollout.colocate

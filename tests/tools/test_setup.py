@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from megatron_rl_plugin.installed import code
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -80,6 +81,9 @@ def checkout(tmp_path):
     shutil.copy(REPOSITORY / "tools" / "setup.sh", root / "tools")
     (root / "setup.py").write_text("from setuptools import setup\n\nsetup()\n")
     (root / "small_package" / "__init__.py").write_text("")
+    shutil.copytree(
+        REPOSITORY / "sglang_plugin", root / "sglang_plugin", ignore=shutil.ignore_patterns("*.egg-info", "build")
+    )
     (root / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\n'
         'name = "small-package"\nversion = "1"\n[tool.setuptools]\npackages = ["small_package"]\n'
@@ -88,7 +92,7 @@ def checkout(tmp_path):
     lists = {
         "trainer.txt": {name: trainer[name] for name in ("setuptools", "wheel")},
         "test.txt": {"iniconfig": test["iniconfig"]},
-        "rollout.txt": {"packaging": pins("rollout.txt")["packaging"]},
+        "rollout.txt": {name: pins("rollout.txt")[name] for name in ("packaging", "setuptools")},
     }
     for name, entries in lists.items():
         (root / "requirements" / name).write_text("".join(f"{n}=={v}\n" for n, v in entries.items()))
@@ -107,6 +111,12 @@ def has(root: Path, environment: str, module: str) -> bool:
     return subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=60).returncode == 0
 
 
+def installed_code(root: Path, environment: str) -> str:
+    """What SGLang's side says of itself there."""
+    command = [root / environment / "bin" / "python", "-m", "megatron_rl_plugin.installed"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root).stdout.strip()
+
+
 def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
     first = setup(checkout)
     assert first.returncode == 0, first.stderr
@@ -119,15 +129,20 @@ def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
     compiled = (checkout / ".venv" / "lib").rglob("setuptools/__pycache__/__init__*.pyc")
     assert list(compiled), "modules that a run imports are compiled once"
     assert has(checkout, ".venv-rollout", "packaging") and not has(checkout, ".venv-rollout", "iniconfig")
+    for environment in (".venv", ".venv-rollout"):  # as in the checkout, also when that changes
+        (checkout / "sglang_plugin" / "sglang_on_cpu" / "new.py").write_text(f"'{environment}'\n")
+        assert installed_code(checkout, environment) == code(checkout / "sglang_plugin")
     second = setup(checkout, PATH="/usr/bin:/bin", HOME="/nonexistent")  # needs neither uv nor a Python
     assert second.returncode == 0 and second.stdout + second.stderr == ""
 
     stamp = checkout / ".venv" / ".setup-stamp"
     before = stamp.stat().st_mtime_ns
-    (checkout / "requirements" / "rollout.txt").write_text(f"iniconfig=={pins('test.txt')['iniconfig']}\n")
+    wanted = (f"iniconfig=={pins('test.txt')['iniconfig']}", f"setuptools=={pins('rollout.txt')['setuptools']}")
+    (checkout / "requirements" / "rollout.txt").write_text("\n".join([*wanted, ""]))
     third = setup(checkout)
-    assert third.returncode == 0 and ".venv-rollout: installing 1 packages" in third.stderr, third.stderr
+    assert third.returncode == 0 and ".venv-rollout: installing 2 packages" in third.stderr, third.stderr
     assert has(checkout, ".venv-rollout", "iniconfig") and not has(checkout, ".venv-rollout", "packaging")
+    assert installed_code(checkout, ".venv-rollout"), "a list takes away what is not in it"
     assert stamp.stat().st_mtime_ns == before, "the trainer's environment had no reason to be made again"
 
 

@@ -1,27 +1,15 @@
-"""SGLang plugin (entry point group `sglang.srt.plugins`): what SGLang lacks where there is no GPU.
-
-SGLang calls `install` at the start of each of its processes. `REPLACED` in megatron_rl/platform/sglang/__init__.py
-lists every place with its reason.
-"""
+"""What SGLang lacks where there is no GPU; `REPLACED` in __init__.py lists every place with its reason."""
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 from functools import partial
-from pathlib import Path
-
-MATMUL = Path(__file__).parents[3] / "matmul.py"
-"""File of the trainer's package, which is not on this process's path."""
 
 
 def install() -> None:
-    """Replace the places below; does nothing where CUDA is available."""
+    """Replace the places of REPLACED, in this process and those that it forks. Call it before SGLang loads its plugins."""
     import torch
-
-    if torch.cuda.is_available():
-        return
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
@@ -48,13 +36,11 @@ def _install_in_scheduler() -> None:
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
-    from sglang_on_cpu.attention import BatchedTorchAttention
-    from sglang_on_cpu.moe import moe_forward
-    from sglang_on_cpu.sampling import multinomial_with_seed
+    from sglang_on_cpu import matmul
+    from sglang_on_cpu.batched_attention import BatchedTorchAttention
+    from sglang_on_cpu.batched_experts import moe_forward
+    from sglang_on_cpu.seeded_sampling import multinomial_with_seed
 
-    spec = importlib.util.spec_from_file_location("sglang_on_cpu.matmul", MATMUL)
-    matmul = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(matmul)
     matmul.install()
     sampler.multinomial_with_seed = multinomial_with_seed
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned

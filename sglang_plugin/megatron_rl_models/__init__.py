@@ -1,6 +1,6 @@
 """SGLang external model package: MoE models with a route predictor inside each router.
 
-A server finds it through PYTHONPATH (the folder above this one) and SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models;
+A server finds it through SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models;
 architectures that it does not have are SGLang's own as before. It imports torch, numpy and SGLang, and nothing of the
 trainer.
 """
@@ -8,4 +8,4 @@ trainer.
 from __future__ import annotations
 
 # SGLang skips a module that fails to import and would serve its own class of that name, without a predictor.
-from megatron_rl_models import families  # noqa: F401
+from megatron_rl_models import entry_classes  # noqa: F401

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_iter
 
 if torch.cuda.is_available():
     raise ImportError(
-        "megatron_rl's stand-in for torch_memory_saver was imported on a machine with a GPU; take"
-        " megatron_rl/platform/sglang/pythonpath off PYTHONPATH, so that the real torch_memory_saver is found"
+        "megatron_rl's stand-in for torch_memory_saver was imported on a machine with a GPU: start the server with"
+        " python -m sglang.launch_server, and not with python -m sglang_on_cpu"
     )
 
 _LOST = {"weights": 0xFF}

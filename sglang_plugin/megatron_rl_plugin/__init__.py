@@ -1,7 +1,7 @@
 """SGLang plugin (entry point group `sglang.srt.plugins`): the engine's side of weight sync, with a GPU or without.
 
-The folder that holds this package goes on PYTHONPATH of every SGLang server, which then finds and calls `register` in
-each of its processes. The package imports torch alone, and nothing of the trainer.
+`pip install --no-deps ./sglang_plugin` puts it into SGLang's environment: each process of a server finds and calls `register`.
+The package imports torch alone, and nothing of the trainer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products with large fp32 weight matrices on the CPU by oneDNN, where torch would ask MKL; those in bf16 through fp32.
 
 The latter on processors that have no instructions for bf16, on which torch's own loops are many times slower.
-benchmarks/matmul.py measures both (docs/results.md). Standard library and torch alone: SGLang's plugin loads this file too.
+benchmarks/matmul.py measures both (docs/results.md). A trainer without a GPU uses them too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Everything that lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
+"""`python -m sglang_on_cpu ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS` on a machine without a GPU.
 
-The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds stand-ins for the packages
-`flashinfer`, `sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry
-point group `sglang.srt.plugins`.
+The folder `stand_ins/` is put first on that process's path, and so on that of its children. It holds what SGLang finds in the
+place of the packages `flashinfer`, `sgl_kernel` and `torch_memory_saver`; `replacements.py` has the rest. Nothing here is used
+on a machine with CUDA: there nobody starts this module, and `import sgl_kernel` finds the real one.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
-PYTHONPATH = Path(__file__).parent / "pythonpath"
+STAND_INS = Path(__file__).parent / "stand_ins"
 
 REPLACED = {
     "package sgl_kernel": (
@@ -31,7 +33,7 @@ REPLACED = {
     "torch.cuda.synchronize": "a release of memory waits for the device that torch is built for; here there is none",
     "aten::mm on CPU tensors": (
         "MKL is slow on some processors, above all for the few rows of a decode; oneDNN takes large fp32 weights"
-        " (megatron_rl/platform/matmul.py)"
+        " (sglang_on_cpu/matmul.py)"
     ),
     "sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS['cpu']": (
         "the capture of routed experts pins its host buffer with cudaHostRegister; here it is plain memory"
@@ -68,13 +70,16 @@ FLAGS = [
     "--sleep-on-idle",  # otherwise the scheduler polls: one core busy while the trainer needs it
     "--skip-server-warmup",
 ]
-"""Flags of sglang.launch_server on a machine without a GPU."""
+"""Flags that come before those of the command line, which overrule them."""
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a server without a GPU, PYTHONPATH aside.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment variables that are set where nobody else has. Threads that wait for each other must sleep: spinning ones starve
+the thread that they wait for as soon as another process (the trainer) wants a core; measured 20 times slower."""
 
-    Threads that wait for each other must sleep: spinning ones starve the thread that they wait for as soon as another
-    process (the trainer) wants a core; measured 20 times slower.
-    """
-    return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+def prepare() -> None:
+    """Have this process and its children find the stand-ins and ENVIRONMENT. Call it before torch is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    sys.path.insert(0, str(STAND_INS))

@@ -11,8 +11,8 @@ import torch
 
 if torch.cuda.is_available():
     raise ImportError(
-        "megatron_rl's stand-in for sgl_kernel was imported on a machine with a GPU; take"
-        " megatron_rl/platform/sglang/pythonpath off PYTHONPATH, so that the real sgl_kernel is found"
+        "megatron_rl's stand-in for sgl_kernel was imported on a machine with a GPU: start the server with"
+        " python -m sglang.launch_server, and not with python -m sglang_on_cpu"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import SPLITS, layers_of, parallel_of
 from ppo_ranks import CASES, OF_STEPS, OF_TOKENS, WHOLE, make_config, make_trajectories
-from ranks import run_ranks, without_ties
+from ranks import fresh_seed, run_ranks, without_ties
 from transformers import AutoModelForSequenceClassification
 from weights import classifier
 
@@ -43,8 +43,7 @@ COMPARED = [run for runs in RUNS.values() for run in runs if run[1] not in REFER
 def models(tiny_model, tmp_path_factory):
     """By layers: policy, reference, and the classifier that the critic starts as, with a head from the start: behind one of
     zeros nothing else has a gradient."""
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"head of seed {seed}")
+    seed = fresh_seed()
     found = {}
     for layers in REFERENCES:
         both = [str(tiny_model("qwen3_moe", "--layers", str(layers), *more)) for more in ((), ("--seed", "1"))]

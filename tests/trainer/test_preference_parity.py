@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from covering import SPLITS, layers_of, parallel_of
 from preference_ranks import DPO, REWARD
-from ranks import run_ranks, without_ties
+from ranks import fresh_seed, run_ranks, without_ties
 from weights import classifier
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
@@ -27,8 +27,7 @@ COMPARED = [*LAYOUTS, *FOUR, *LARGE]
 def found(tiny_model, tmp_path_factory):
     """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference"."""
     # With a head from the start: behind one of zeros nothing else has a gradient.
-    head = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"head of seed {head}")
+    head = fresh_seed()
     models = {}
     for layers in (2, 4):
         both = [str(tiny_model("qwen3_moe", "--layers", str(layers), *more)) for more in ((), ("--seed", "1"))]

@@ -25,6 +25,7 @@ SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "c
 """Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
 those of `tests/run.sh --fast`, but for the files of FAST."""
 FAST = (
+    "test_covering.py",
     "test_objective.py",
     "test_packing.py",
     "test_table.py",

@@ -25,6 +25,7 @@ SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "c
 """Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
 those of `tests/run.sh --fast`, but for the files of FAST."""
 FAST = (
+    "test_covering.py",
     "test_objective.py",
     "test_packing.py",
     "test_table.py",
@@ -97,22 +98,7 @@ LONG = (
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
     "trainer/test_features.py::test_layouts_distill_as_one_process",
     "trainer/test_fp8_training.py::test_layouts_agree_with_one_process",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[deepseek_v3-fp32]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[llama-fp32]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[mixtral-fp32]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[mixtral-bf16]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[olmoe-bf16]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[olmoe-fp32]",
-    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[qwen3-fp32]",
     "trainer/test_importance_layouts.py::test_importance_is_the_same_on_every_layout",
-    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[llama]",
-    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[mixtral]",
-    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[olmoe]",
-    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[olmoe]",
-    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[deepseek_v3]",
-    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[mixtral]",
-    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[qwen3]",
-    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[llama]",
 )
 """Files and tests that take long, of which another one looks at the same code on another family, precision or layout, or at
 the same recovery elsewhere, and suites of others' that want `tools/setup.sh --suites`. `tests/run.sh --all` has them."""
@@ -244,6 +230,16 @@ def _ends_groups(_threads):
 
         free_trainers()
         _threads[0] = len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture
+def rng():
+    """numpy's generator of a fresh seed, which is shown where the test fails."""
+    import numpy as np
+
+    entropy = np.random.SeedSequence().entropy
+    print("entropy", entropy)
+    return np.random.default_rng(entropy)
 
 
 @pytest.fixture(scope="session")

@@ -42,12 +42,18 @@ class NearTie(Exception):
     """Two experts of a run that is a reference nearly tied, or a token was nearly clipped."""
 
 
+def fresh_seed() -> int:
+    """A seed of nobody's choice, which is shown where the test fails."""
+    seed = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"seed {seed}")
+    return seed
+
+
 def without_ties[T](attempt: Callable[[int], T]) -> T:
     """What `attempt` makes of the first fresh seed with which its runs with `refuse_ties`, or what it does within
     `refusing_ties`, meet no tie."""
     for _ in range(10):
-        seed = int(np.random.SeedSequence().entropy % 2**31)
-        print(f"seed {seed}")
+        seed = fresh_seed()
         try:
             return attempt(seed)
         except NearTie as tie:

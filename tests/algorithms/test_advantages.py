@@ -12,13 +12,6 @@ from hypothesis import strategies as st
 from megatron_rl.algorithms import advantages
 
 
-@pytest.fixture
-def rng():
-    entropy = np.random.SeedSequence().entropy
-    print("entropy", entropy)
-    return np.random.default_rng(entropy)
-
-
 def groups_of(seed: int):
     """Groups of 1 to 6 responses in random order, random ids; numpy fp64.
 

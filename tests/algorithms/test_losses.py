@@ -358,10 +358,7 @@ def value_by_definition(value, old, target, clip):
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
-def test_clipped_value_is_the_masked_mean(clip):
-    entropy = np.random.SeedSequence().entropy
-    print("entropy", entropy)
-    rng = np.random.default_rng(entropy)
+def test_clipped_value_is_the_masked_mean(rng, clip):
     old, returns = torch.tensor(rng.normal(0, 2, (2, 4, 9)))
     values = (old + torch.tensor(rng.normal(0, 0.7, (4, 9)))).requires_grad_()
     mask = torch.tensor(rng.random((4, 9)) < 0.6)
@@ -415,10 +412,7 @@ def test_clipped_value_of_nothing_and_of_short_dtypes():
             losses.value_terms(values, values, values, clip=clip)
 
 
-def test_explained_variance_adds_up_and_is_its_formula():
-    entropy = np.random.SeedSequence().entropy
-    print("entropy", entropy)
-    rng = np.random.default_rng(entropy)
+def test_explained_variance_adds_up_and_is_its_formula(rng):
     returns = rng.normal(3, 2, (6, 20))
     mask = rng.random((6, 20)) < 0.5
     for noise in (0.0, 0.5, 4.0):

@@ -20,13 +20,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """fp64: below a hundred roundings of numbers of at most 100, and slopes of at most 100, of 1.1e-16 each."""
 
 
-@pytest.fixture
-def rng():
-    entropy = np.random.SeedSequence().entropy
-    print("entropy", entropy)
-    return np.random.default_rng(entropy)
-
-
 def sigmoid(x):
     return 1 / (1 + mpmath.exp(-x))
 

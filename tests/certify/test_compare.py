@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from megatron_rl_plugin.trace import EMBEDDING, FINAL_NORM, OF_LAYER
@@ -17,11 +16,6 @@ from megatron_rl.config.load import build_config
 
 LAYERS = 3
 PLACES = [(None, EMBEDDING), *((layer, name) for layer in range(LAYERS) for name in OF_LAYER), (None, FINAL_NORM)]
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(np.random.SeedSequence().entropy)
 
 
 def random_side(rng, sequences=4) -> dict[int, Recorded]:

@@ -29,13 +29,6 @@ EXACT = 1e-9
 """Relative: sums of some thousand doubles."""
 
 
-@pytest.fixture
-def rng(request):
-    seed = np.random.SeedSequence().entropy
-    print(f"seed {seed}")  # shown where the test fails
-    return np.random.default_rng(seed)
-
-
 def setting_of(**changes) -> Setting:
     sizes = {"samples_per_prompt": 1, "max_new_tokens": 10_000, "prompt_tokens": 0, "servers": 1, "leaders": 1}
     limits = {"slots": UNLIMITED, "concurrency": UNLIMITED, "tokens_per_micro_batch": UNLIMITED}

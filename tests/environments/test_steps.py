@@ -11,13 +11,6 @@ from megatron_rl.tasks.preferences import encode_steps, last_tokens, steps_of
 SEPARATORS = ("\n", "\n\n", " ки", "<step>", ".")
 
 
-@pytest.fixture
-def rng():
-    entropy = np.random.SeedSequence().entropy
-    print("entropy", entropy)
-    return np.random.default_rng(entropy)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model("qwen3_moe"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import nearly_ties, run_ranks
+from ranks import fresh_seed, nearly_ties, run_ranks
 
 from megatron_rl.algorithms.segments import Segments
 from megatron_rl.attribute import routed_otherwise
@@ -142,8 +142,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
 
 @pytest.fixture(scope="module")
 def found(tiny_model):
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     [result] = run_ranks(1, f"{__name__}:planted", (str(tiny_model("qwen3_moe", "--layers", "2")), seed))
     return result
 

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from models.test_convert import read_folder
+from ranks import fresh_seed
 
 from megatron_rl.compression.structured_pruning import Kept, Sizes, new_config, remove_parts
 from megatron_rl.errors import UserError
@@ -18,8 +19,7 @@ from megatron_rl.models.parallel_check import read_hf_config
 
 @pytest.fixture
 def rng() -> random.Random:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     return random.Random(seed)
 
 

@@ -199,10 +199,10 @@ def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     return {"logits": logits, "ids": ids, "weights": weights.detach()}
 
 
-def replays(cases: list[tuple[str, list[Sequence], dict]], sources: list[str]) -> list[dict[str, dict]]:
-    """Several (model, samples, layout) of one world size, one after the other on the same processes, all sources each."""
+def replays(cases: list[tuple[str, list[Sequence], dict, list[str]]]) -> list[dict[str, dict]]:
+    """Several (model, samples, layout, sources) of one world size, one after the other on the same processes."""
     results = []
-    for model, samples, layout in cases:
+    for model, samples, layout, sources in cases:
         trainer = make_trainer(make_config(model, layout, "pr2"))
         plant_predictors(trainer, 0.3)
         beside = {"exported": exported_predictors(trainer), "weights": replayed_weights(trainer, len(results))}

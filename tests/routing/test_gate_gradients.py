@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from ranks import end_layout, run_ranks
+from ranks import end_layout, fresh_seed, run_ranks
 
 from megatron_rl.models.parallel_check import read_hf_config
 
@@ -62,8 +61,7 @@ def own_weights(family: str, config, logits: torch.Tensor, ids: torch.Tensor) ->
 
 @pytest.fixture(scope="module")
 def found(tiny_model):
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     models = [str(tiny_model(family, "--layers", "2")) for family in FAMILIES]
     [results] = run_ranks(1, f"{__name__}:replayed", (models, seed))
     return {family: (read_hf_config(m), r) for family, m, r in zip(FAMILIES, models, results, strict=True)}

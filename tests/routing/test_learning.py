@@ -7,7 +7,7 @@ import statistics
 import learning
 import numpy as np
 import pytest
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,7 @@ def model(tiny_model) -> str:
 
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory) -> dict:
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     folder = tmp_path_factory.mktemp("checkpoints")
     return run_ranks(1, "learning:everything", (model, seed, str(folder)))[0]
 

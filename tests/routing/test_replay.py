@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from covering import pairwise, parallel_of
+from ranks import fresh_seed, run_ranks
 from replays import make_samples, shape_of
 
 from megatron_rl.models.parallel_check import read_hf_config
@@ -23,33 +24,34 @@ ONE_RANK = {
     "one_sequence_per_micro_batch": {"batch": {"tokens_per_micro_batch": 39}},
 }
 TWO_RANKS = {
-    "tp2_sp": {"parallel": {"tensor": 2}},
-    "ep2": {"parallel": {"expert": 2}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "pp2_interleaved": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
-    "pp2_recompute": {"parallel": {"pipeline": 2}, "model": {"recompute": "full"}},
-    "cp2": {"parallel": {"context": 2}},
-    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
+    name: {"parallel": parallel_of(name)}
+    for name in ("tp2_sp", "ep2", "pp2", "pp2_interleaved", "cp2", "cp2_all_gather")
 }
-FOUR_RANKS = {
-    "tp2_cp2": {"parallel": {"tensor": 2, "context": 2}},
-    "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
-}
+TWO_RANKS["pp2_recompute"] = {**TWO_RANKS["pp2"], "model": {"recompute": "full"}}
+FOUR_RANKS = {name: {"parallel": parallel_of(name)} for name in ("tp2_cp2", "tp2_pp2")}
 DEEPSEEK = ("tp2_sp", "ep2", "pp2", "cp2")
+PAIRS = pairwise(
+    SOURCES,
+    TWO_RANKS,
+    ("qwen3_moe", "deepseek"),
+    allowed=lambda _, layout, model: model != "deepseek" or layout in DEEPSEEK,
+)
 FAMILIES = ("olmoe", "mixtral", "gpt_oss", "deepseek_v3")
 """Besides Qwen3-MoE: softmax before the top-k, after it, a bias of the router, sigmoid scores with groups and bias."""
 
 
 def samples_of(model: str, count: int = 12):
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print(f"samples of seed {seed}")
+    seed = fresh_seed()
     config = read_hf_config(model)
     return make_samples(seed, count, 64, shape_of(config))
 
 
-def run(cases: dict[str, tuple[str, list, dict]], world_size: int, sources=SOURCES) -> dict[tuple[str, str], dict]:
-    """cases: name -> (model, samples, layout); results by name and source."""
-    results = run_ranks(world_size, "replays:replays", (list(cases.values()), list(sources)), timeout=280.0)[0]
+def run(
+    cases: dict[str, tuple[str, list, dict]], world_size: int, sources: dict[str, list[str]] | None = None
+) -> dict[tuple[str, str], dict]:
+    """cases: name -> (model, samples, layout); results by name and source. sources: by name, by default all."""
+    replayed = [(*case, sources[name] if sources else [*SOURCES]) for name, case in cases.items()]
+    results = run_ranks(world_size, "replays:replays", (replayed,), timeout=280.0)[0]
     return {
         (name, source): result
         for name, by_source in zip(cases, results, strict=True)
@@ -138,16 +140,30 @@ def test_recompute_and_packing(reference):
             compare(name, source, reference["reference", source], reference[name, source])
 
 
-def test_two_ranks(model, samples, deepseek, reference):
-    cases = {name: (model, samples, layout) for name, layout in TWO_RANKS.items()}
-    cases |= {f"deepseek {name}": (*deepseek, TWO_RANKS[name]) for name in DEEPSEEK}
-    for (name, source), result in run(cases, 2).items():
+def check_two_ranks(model, samples, deepseek, reference, rows: list[tuple[str, str, str]]) -> None:
+    cases, sources = {}, {}
+    for source, layout, family in rows:
+        name = f"{family} {layout}"
+        cases[name] = (*(deepseek if family == "deepseek" else (model, samples)), TWO_RANKS[layout])
+        sources.setdefault(name, []).append(source)
+    for (name, source), result in run(cases, 2, sources).items():
         compare(name, source, reference["deepseek" if "deepseek" in name else "reference", source], result)
+
+
+def test_two_ranks(model, samples, deepseek, reference):
+    check_two_ranks(model, samples, deepseek, reference, PAIRS)
+
+
+@pytest.mark.long
+def test_two_ranks_in_the_rest_of_the_product(model, samples, deepseek, reference):
+    rest = [(source, layout, "qwen3_moe") for source in SOURCES for layout in TWO_RANKS]
+    rest += [(source, layout, "deepseek") for source in SOURCES for layout in DEEPSEEK]
+    check_two_ranks(model, samples, deepseek, reference, [row for row in rest if row not in PAIRS])
 
 
 def test_four_ranks(model, samples, reference):
     cases = {name: (model, samples, layout) for name, layout in FOUR_RANKS.items()}
-    for (name, source), result in run(cases, 4, ("r3", "pr2")).items():
+    for (name, source), result in run(cases, 4, {name: ["r3", "pr2"] for name in cases}).items():
         compare(name, source, reference["reference", source], result)
 
 

@@ -6,13 +6,6 @@ import numpy as np
 import pytest
 
 
-@pytest.fixture
-def rng():
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
-
-
 def test_a_floor_shows_in_the_classes_that_lie_below_it(ablation, rng):
     """An engine that gives no token less than 1e-8: a bias below, none above; what was sampled is a class of its own."""
     exact = np.log(10 ** rng.uniform(-14, -1, (40, 101)))

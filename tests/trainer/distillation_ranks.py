@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from layouts import make_config, whole_gradients
+from layouts import make_config, reduce_whole, whole_gradients
 from ranks import end_layout
 from transformers import PreTrainedConfig
 
@@ -53,11 +53,7 @@ def with_teacher(config: Config) -> Trainer:
 
 def update_once(config: Config, samples: list[Sequence], *, policy: bool = False) -> dict:
     trainer = with_teacher(config)
-    settings = trainer.chunks[0].config
-    finalize = settings.finalize_model_grads_func  # gradients are reduced whole on every rank
-    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
-        *args, force_all_reduce=True, **kw
-    )
+    reduce_whole(trainer)
     ranks, caught, step = trainer.ranks, {}, trainer._step
     mine = samples[ranks.data_rank :: ranks.data_size]
     batches = trainer.pack(mine)

@@ -20,22 +20,23 @@ PARTS, EPOCHS = 2, 2
 
 def run_layouts(model: str, seed: int, layouts: list[dict]) -> list[dict]:
     """One layout after the other on the same processes."""
-    return [run_layout(model, seed, layout) for layout in layouts]
+    return [run_layout(model, seed, layout, every_limit=layout is layouts[0]) for layout in layouts]
 
 
-def run_layout(model: str, seed: int, layout: dict) -> dict:
+def run_layout(model: str, seed: int, layout: dict, *, every_limit: bool) -> dict:
     """{way: [(fingerprints after it, KL from the old policy, updates left out) of each update]}."""
     whole = ended(epochs(model, seed, layout))
     found = {"epochs": whole}
     for way, scored_once in (("by hand", True), ("scored again", False)):
         found[way] = ended(by_hand(model, seed, layout, scored_once=scored_once))
-    return found | {limit: ended(epochs(model, seed, layout, limit)) for limit in limits(whole)}
+    return found | {limit: ended(epochs(model, seed, layout, limit)) for limit in limits(whole, every=every_limit)}
 
 
-def limits(updates: list[tuple]) -> list[float]:
-    """Between the KLs that updates find, below them all and above."""
+def limits(updates: list[tuple], *, every: bool) -> list[float]:
+    """Below the KLs that updates find and above; every: also between them."""
     found = sorted(kl for _, kl, _ in updates[1:])
-    return [found[0] / 2, *((a + b) / 2 for a, b in pairwise(found)), 2 * found[-1]]
+    between = [(a + b) / 2 for a, b in pairwise(found)] if every else []
+    return [found[0] / 2, *between, 2 * found[-1]]
 
 
 def ended(updates: list[tuple]) -> list[tuple]:

@@ -112,6 +112,15 @@ def hook_of[Hook: UpdateHook](trainer: Trainer, kind: type[Hook]) -> Hook:
     return next(hook for hook in trainer.hooks if isinstance(hook, kind))
 
 
+def reduce_whole(trainer: Trainer) -> None:
+    """Have gradients reduced whole on every rank, where the distributed optimizer would keep a shard of them on each."""
+    settings = trainer.chunks[0].config
+    finalize = settings.finalize_model_grads_func
+    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
+        *args, force_all_reduce=True, **kw
+    )
+
+
 def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     """Every gradient as a whole Hugging Face tensor: gradients put in the weights' place and exported like them."""
     weights = {id(p): p.data.clone() for chunk in trainer.chunks for p in chunk.parameters()}
@@ -130,16 +139,11 @@ def run_layout(
 ) -> dict:
     """Score, then `updates` updates; returns log-probs before, loss and gradients of the first, and the last weights.
 
-    whole: gradients are reduced whole on every rank, where the distributed optimizer would keep a shard of them on each;
-    else none are returned. plain: as of `build_trainer`.
+    whole: gradients are reduced whole (`reduce_whole`); else none are returned. plain: as of `build_trainer`.
     """
     trainer = make_trainer(config, plain=plain)
     if whole:
-        settings = trainer.chunks[0].config
-        finalize = settings.finalize_model_grads_func
-        settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
-            *args, force_all_reduce=True, **kw
-        )
+        reduce_whole(trainer)
     ranks = trainer.ranks
     mine = samples[ranks.data_rank :: ranks.data_size]
     mine_index = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
@@ -199,10 +203,15 @@ def gather_log_probs(trainer: Trainer, batches: list[Batch], mine_index: list[in
     return merged
 
 
-def run_layouts(model: str, samples: list[Sequence], layouts: list[dict]) -> list[dict]:
-    """Several layouts of the same world size, one after the other on the same processes."""
+def run_all(runs: list[tuple[str, list[Sequence], dict]]) -> list[dict]:
+    """Several models, samples and layouts of the same world size, one after the other on the same processes."""
     found = []
-    for overrides in layouts:
+    for model, samples, overrides in runs:
         sections = {section: values for section, values in overrides.items() if section != "whole"}
         found.append(run_layout(make_config(model, sections), samples, whole=overrides.get("whole", True)))
     return found
+
+
+def run_layouts(model: str, samples: list[Sequence], layouts: list[dict]) -> list[dict]:
+    """Several layouts of one model on the same samples."""
+    return run_all([(model, samples, overrides) for overrides in layouts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from layouts import gather_log_probs, make_config, make_trainer, score
+from layouts import gather_log_probs, make_config, make_trainer, reduce_whole, score
 from ranks import end_layout
 from safetensors.torch import load_file
 
@@ -16,13 +16,14 @@ from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer
 
 
-def write_start(model: str, lora: dict, out: str) -> None:
-    """A folder of adapters whose B is not zero, so that A has a gradient too."""
-    trainer = make_trainer(make_config(model, {"lora": lora}))
-    for adapter in trainer.model.adapters(trainer.chunks):
-        adapter.set(adapter.down(), 0.1 * torch.randn(adapter.up().shape))
-    trainer.save_adapter(Path(out))
-    end_layout()
+def write_starts(starts: list[tuple[str, dict, str]]) -> None:
+    """Folders of adapters whose B is not zero, so that A has a gradient too."""
+    for model, lora, out in starts:
+        trainer = make_trainer(make_config(model, {"lora": lora}))
+        for adapter in trainer.model.adapters(trainer.chunks):
+            adapter.set(adapter.down(), 0.1 * torch.randn(adapter.up().shape))
+        trainer.save_adapter(Path(out))
+        end_layout()
 
 
 def adapters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -61,16 +62,12 @@ def learn(trainer: Trainer, samples: list[Sequence], updates: int, *, moved: boo
     return found
 
 
-def train_as(model: str, samples: list[Sequence], layouts: list[dict]) -> list[dict]:
+def train_as(samples: list[Sequence], layouts: list[dict]) -> list[dict]:
     """Two updates under each layout, one after the other; the last adapters, as they are and in the exported weights."""
     results = []
     for overrides in layouts:
-        trainer = make_trainer(make_config(model, overrides))
-        settings = trainer.chunks[0].config
-        finalize = settings.finalize_model_grads_func  # gradients are reduced whole on every rank
-        settings.finalize_model_grads_func = lambda *args, f=finalize, force_all_reduce=None, **kw: f(
-            *args, force_all_reduce=True, **kw
-        )
+        trainer = make_trainer(make_config("", overrides))
+        reduce_whole(trainer)
         found = learn(trainer, samples, 2)
         found["adapters"] = adapters_of(trainer)
         found["weights"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}

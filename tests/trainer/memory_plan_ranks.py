@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -77,8 +77,9 @@ class Kept:
         return tensor
 
 
-def measure_passes(trainer: Trainer, sequences: int = SEQUENCES) -> dict[str, int]:
-    """Of one micro-batch: what its forward keeps before the head, and the most that is held at a time."""
+def measure_passes(trainer: Trainer, sequences: int, names: Collection[str]) -> dict[str, int]:
+    """Of one micro-batch: what its forward keeps before the head, and the most that is held at a time in an update's passes
+    and in one for log-probs."""
     from megatron_rl.trainer import trainer as module
 
     batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size, sequences))
@@ -87,47 +88,50 @@ def measure_passes(trainer: Trainer, sequences: int = SEQUENCES) -> dict[str, in
     own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
     own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     known = {t.untyped_storage().data_ptr() for t in own}
-    peak = peak_bytes(run)
+    found = {"peak": peak_bytes(run)}
     kept, head = Kept(known), module.log_prob_head
 
     def log_prob_head(**arguments):
         kept.counting = False
         return head(**arguments)
 
-    module.log_prob_head = log_prob_head
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
-            run()
-    finally:
-        module.log_prob_head = head
-    scored = peak_bytes(lambda: trainer.compute_log_probs(batches))
-    return {"kept": kept.bytes, "peak": peak, "log_probs": scored}
+    if "kept" in names:
+        module.log_prob_head = log_prob_head
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
+                run()
+        finally:
+            module.log_prob_head = head
+        found["kept"] = kept.bytes
+    if "log_probs" in names:
+        found["log_probs"] = peak_bytes(lambda: trainer.compute_log_probs(batches))
+    return found
 
 
-def token_slopes(models: list[str], recompute: str) -> list[dict[str, float]]:
-    """Bytes per token of each model: what a forward keeps, and the peaks of an update's passes and of one for log-probs."""
+def token_slopes(models: list[str], recompute: str, names: Collection[str]) -> list[dict[str, float]]:
+    """Bytes per token of each model: the peak of an update's passes, and those of `measure_passes` that are named."""
     found = []
     for model in models:
         batch = {"tokens_per_micro_batch": 2 * TOKENS, "updates_per_step": 1}
         trainer = make_trainer(make_config(model, {"batch": batch, "model": {"recompute": recompute}}))
-        measure_passes(trainer)  # what is made once
-        few, many = (measure_passes(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
+        measure_passes(trainer, 1, names)  # what is made once
+        few, many = (measure_passes(trainer, sequences, names) for sequences in (SEQUENCES, 2 * SEQUENCES))
         found.append({name: (many[name] - few[name]) / TOKENS for name in few})
         end_layout()
     return found
 
 
-def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:
-    """Figures of this rank under each layout; with 'passes' in one those of a forward and backward too."""
+def measure(runs: list[tuple[str, dict]]) -> list[dict[str, int]]:
+    """Figures of this rank for each model and layout; with 'passes' in one those of a forward and backward too."""
     found = []
-    for overrides in layouts:
+    for model, overrides in runs:
         sections = {section: values for section, values in overrides.items() if section != "passes"}
         batch = {"tokens_per_micro_batch": TOKENS, "updates_per_step": 1}
         trainer = make_trainer(make_config(model, {"batch": batch, **sections}))
         allocate(trainer)
         figures = parameter_figures(trainer)
         if overrides.get("passes"):
-            figures |= measure_passes(trainer)
+            figures |= measure_passes(trainer, SEQUENCES, ("kept",))
         figures["stage"] = parallel_state.get_pipeline_model_parallel_rank()
         found.append(figures)
         end_layout()  # the next layout starts on the same processes

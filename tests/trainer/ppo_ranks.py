@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layouts import make_config, make_trainer, whole_gradients
+from layouts import make_config, make_trainer, reduce_whole, whole_gradients
 from ranks import end_layout
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -142,15 +142,6 @@ def by_number(
         for number, found in part.items():
             assert np.array_equal(merged.setdefault(number, found), found), f"processes of a copy differ in {number}"
     return merged
-
-
-def reduce_whole(trainer: Trainer) -> None:
-    """Gradients whole on every rank, where the distributed optimizer would keep a shard of them on each."""
-    settings = trainer.chunks[0].config
-    finalize = settings.finalize_model_grads_func
-    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
-        *args, force_all_reduce=True, **kw
-    )
 
 
 def keep_gradients(trainer: Trainer, kept: list[dict[str, np.ndarray]]) -> None:
@@ -296,9 +287,9 @@ def run_layout(
     return found if dist.get_rank() == 0 else {key: found[key] for key in found.keys() & {"refused"}}
 
 
-def run_layouts(models: list[str], layouts: list[tuple[str, dict, bool]], seed: int) -> list[dict[str, Any]]:
+def run_layouts(layouts: list[tuple[list[str], str, dict, bool]], seed: int) -> list[dict[str, Any]]:
     """Cases and layouts of the same world size, one after the other on the same processes.
 
-    models: policy, reference, and the classifier that the critic starts as. layouts: case, layout, and `others`.
+    layouts: models (policy, reference, and the classifier that the critic starts as), case, layout, and `others`.
     """
-    return [run_layout(models, case, layout, seed, others=others) for case, layout, others in layouts]
+    return [run_layout(models, case, layout, seed, others=others) for models, case, layout, others in layouts]

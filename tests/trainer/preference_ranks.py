@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from layouts import make_config, whole_gradients
+from layouts import make_config, reduce_whole, whole_gradients
 from ranks import end_layout
 
 from megatron_rl.algorithms import preference
@@ -91,36 +91,30 @@ def learn(trainer: Trainer, config: Config, name: str, seed: int, *, of_reward: 
     return captured | {"metrics": measured, "norm": figures(update.metrics)["update/grad_norm"]}
 
 
-def run_layout(model: str, other: str, classifier: str, overrides: dict, seed: int) -> dict[str, Any]:
-    """Updates by each loss in turn: of a reward model, and of a policy with another model as its reference."""
+def run_layout(of_reward: bool, model: str, other: str, classifier: str, overrides: dict, seed: int) -> dict[str, Any]:
+    """Updates by each loss in turn: of a reward model, or of a policy with another model as its reference."""
+    config = make_config(classifier if of_reward else model, overrides)
+    trainer = build_trainer(
+        config,
+        parallel.initialize(config.parallel, config.seed),
+        total_updates=8,
+        support=SamplingSupport(),
+        value_head=of_reward,
+        reference=None if of_reward else other,
+    )
+    reduce_whole(trainer)
     found: dict[str, Any] = {}
-    for of_reward in (True, False):
-        config = make_config(classifier if of_reward else model, overrides)
-        ranks = parallel.initialize(config.parallel, config.seed)
-        trainer = build_trainer(
-            config,
-            ranks,
-            total_updates=8,
-            support=SamplingSupport(),
-            value_head=of_reward,
-            reference=None if of_reward else other,
-        )
-        settings = trainer.chunks[0].config
-        finalize = settings.finalize_model_grads_func
-        settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, f=finalize, **kw: f(
-            *args, force_all_reduce=True, **kw
-        )
-        for number, name in enumerate(REWARD if of_reward else DPO):
-            found[name] = learn(trainer, config, name, seed + number, of_reward=of_reward)
-        weights = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
-        found["reward weights" if of_reward else "policy weights"] = weights if dist.get_rank() == 0 else {}
-        end_layout()
+    for number, name in enumerate(REWARD if of_reward else DPO):
+        found[name] = learn(trainer, config, name, seed + number, of_reward=of_reward)
+    found["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
+    end_layout()
     return found if dist.get_rank() == 0 else {}
 
 
-def run_layouts(models: list[str], layouts: list[dict], seed: int) -> list[dict[str, Any]]:
+def run_layouts(runs: list[tuple], seed: int) -> list[dict[str, Any]]:
     """Several layouts of the same world size, one after the other on the same processes.
 
-    models: policy, reference, and the classifier that the reward model starts as.
+    runs: whether a reward model learns, or a policy; policy, reference, and the classifier that the reward model starts as;
+    the layout.
     """
-    return [run_layout(*models, layout, seed) for layout in layouts]
+    return [run_layout(*one, seed) for one in runs]

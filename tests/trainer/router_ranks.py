@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from layouts import make_config, whole_gradients
+from layouts import make_config, reduce_whole, whole_gradients
 from ranks import end_layout
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -30,11 +30,7 @@ def make_trainer(model: str, overrides: dict) -> Trainer:
     trainer = build_trainer(
         config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=data_hooks(config.model)
     )
-    settings = trainer.chunks[0].config
-    finalize = settings.finalize_model_grads_func
-    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
-        *args, force_all_reduce=True, **kw
-    )
+    reduce_whole(trainer)
     return trainer
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import tensors_of
 from weights import classifier
@@ -25,8 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, tiny_model, tmp_path_factory):
-    seeds = [int(seed) for seed in np.random.SeedSequence().generate_state(2)]
-    print(f"trajectories of seeds {seeds}")
+    seeds = [fresh_seed(), fresh_seed()]
     models = [str(tiny_model("qwen3_moe", "--layers", "2", *more)) for more in ((), ("--seed", "1"))]
     models.append(str(classifier(Path(models[1]), tmp_path_factory.mktemp("models") / "classifier", seeds[0])))
     return run_ranks(2, "critic_state_ranks:everything", (models, str(folder), seeds), timeout=540.0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from epochs_ranks import EPOCHS, PARTS
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 
 from megatron_rl.config.load import build_config
 from megatron_rl.hooks.guards import OLD_KL, TargetKL
@@ -19,8 +18,7 @@ LAYOUTS = {"dp2": {}, "pp2": {"parallel": {"pipeline": 2}}, "cp2": {"parallel": 
 @pytest.fixture(scope="module")
 def found(tiny_model):
     """Layout -> what its first rank found, which all of them did."""
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print("seed", seed)
+    seed = fresh_seed()
     model = str(tiny_model("qwen3_moe", "--layers", "2"))
     by_rank = run_ranks(2, "epochs_ranks:run_layouts", (model, seed, [*LAYOUTS.values()]), timeout=300.0)
     for one, other in zip(*by_rank, strict=True):  # their parts of the weights differ, what they did does not

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
+from covering import Case, others, pairwise, parallel_of
 from layouts import make_samples
 from ranks import run_ranks, without_ties
 
@@ -11,13 +15,16 @@ from megatron_rl.errors import UserError
 
 pytestmark = pytest.mark.timeout(900)
 
-SAMPLES = 8
-ON_ONE = {
+SAMPLES = 6
+ON_ONE: dict[str, dict[str, Any]] = {
     "together": {},
     "alone": {"batch": {"tokens_per_micro_batch": 39}},  # one sequence in a micro-batch
     "full_recompute": {"model": {"recompute": "full"}},
     "selective_recompute": {"model": {"recompute": "selective"}},
 }
+ON_TWO = ("tp2_sp", "pp2", "cp2", "cp2_all_gather", "ep2")
+WAYS = (*list(ON_ONE)[1:], *ON_TWO)
+PRECISIONS = ("fp32", "bf16")
 FAMILIES = {
     "qwen3_moe": ("qwen3_moe",),
     "gpt_oss": ("gpt_oss", "--max-position", "131072"),
@@ -29,26 +36,61 @@ FAMILIES = {
     "llama": ("llama",),
 }
 DENSE = ("qwen3", "llama")
-ON_TWO = {
-    "tp2": {"parallel": {"tensor": 2, "expert_tensor": 1}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "cp2": {"parallel": {"context": 2}},
-    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
-    "ep2": {"parallel": {"expert": 2}},
-}
 
 
-def configs(precision: str, layouts: dict[str, dict], *, identical: bool = True) -> dict[str, dict]:
-    """The layouts with this precision; gradients are not clipped, since their norm is no part of what is compared."""
-    return {
-        name: {**layout, "precision": {"train": precision, "identical": identical}, "optimizer": {"clip_grad": 1e9}}
-        for name, layout in layouts.items()
-    }
+def allowed(precision: str, way: str, family: str) -> bool:
+    """DeepSeek's latent is one for all heads: what is gathered is that, and not the heads' keys."""
+    return (way != "ep2" or family not in DENSE) and (way != "cp2_all_gather" or not family.startswith("deepseek"))
 
 
-def run(model: str, samples: list, world: int, layouts: dict[str, dict], **options: bool) -> dict[str, dict]:
-    found = run_ranks(world, "layouts:run_layouts", (model, samples, [*layouts.values()]), timeout=540.0, **options)
-    return dict(zip(layouts, found[0], strict=True))
+CASES = [Case(*row) for row in pairwise(PRECISIONS, WAYS, FAMILIES, allowed=allowed)]
+REST = others(CASES, PRECISIONS, WAYS, [*FAMILIES], allowed)
+
+
+def run(models: dict[str, str], samples: dict[str, list], cases: Iterable[Case]) -> dict[Case, dict]:
+    """Case (its algorithm is the precision) -> what its first rank found.
+
+    Gradients are not clipped, since their norm is no part of what is compared.
+    """
+    found: dict[Case, dict] = {}
+    for world in (1, 2):
+        of_world = [case for case in cases if (case.layout in ON_TWO) == (world == 2)]
+        runs = []
+        for precision, way, family in of_world:
+            parallel = {"parallel": parallel_of(way, whole_experts=True)} if world == 2 else ON_ONE[way]
+            settings = {"precision": {"train": precision, "identical": True}, "optimizer": {"clip_grad": 1e9}}
+            runs.append((models[family], samples[family], parallel | settings))
+        results = run_ranks(world, "layouts:run_all", (runs,), timeout=540.0)[0] if runs else []
+        found |= dict(zip(of_world, results, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model):
+    return {family: str(tiny_model(*arguments, "--layers", "2")) for family, arguments in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def drawn(models):
+    """By family: samples in which no two experts tie but for rounding, and what plain layers make of them."""
+    plain = {"precision": {"train": "fp32"}, "optimizer": {"clip_grad": 1e9}}
+
+    def attempt(seed: int, model: str) -> tuple[list, dict]:
+        samples = make_samples(seed, SAMPLES, 512)
+        return samples, run_ranks(1, "layouts:run_layouts", (model, samples, [plain]), refuse_ties=True)[0][0]
+
+    return {family: without_ties(lambda seed, m=model: attempt(seed, m)) for family, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def samples(drawn):
+    return {family: samples for family, (samples, _) in drawn.items()}
+
+
+@pytest.fixture(scope="module")
+def found(models, samples):
+    together = [Case(precision, "together", family) for precision in PRECISIONS for family in FAMILIES]
+    return run(models, samples, together + CASES)
 
 
 def different(one: dict, other: dict) -> list[float]:
@@ -69,36 +111,36 @@ def check_gradients(found: dict, expected: dict) -> None:
         assert np.linalg.norm(error) <= 1e-2 * np.linalg.norm(grad) + 1e-7, name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_alone_among_others_and_on_two_ranks(family, precision, tiny_model):
-    model = str(tiny_model(*FAMILIES[family]))
-    samples = make_samples(int(np.random.SeedSequence().entropy % 2**31), SAMPLES, 512)
-    one = run(model, samples, 1, configs(precision, ON_ONE))
-    assert {name: different(result, one["together"]) for name, result in one.items()} == {name: [] for name in ON_ONE}
-    for name in ("full_recompute", "selective_recompute"):  # what is computed again is the same again
-        for tensor, grad in one["together"]["grads"].items():
-            assert np.array_equal(one[name]["grads"][tensor], grad), (name, tensor)
-    layouts = {n: c for n, c in ON_TWO.items() if n != "ep2" or family not in DENSE}
-    if family.startswith("deepseek_v3"):  # one latent for all heads: what is gathered is that, and not the heads' keys
-        layouts.pop("cp2_all_gather")
-    two = run(model, samples, 2, configs(precision, layouts))
-    assert {name: different(result, one["together"]) for name, result in two.items()} == {name: [] for name in layouts}
-    if precision == "fp32":
-        for result in two.values():
-            check_gradients(result["grads"], one["together"]["grads"])
+def check_case(case: Case, together: dict, result: dict) -> None:
+    """The same bits; where a pass is computed again, those of gradients too, and in fp32 the same gradients on two ranks."""
+    assert different(result, together) == []
+    if case.layout.endswith("recompute"):
+        for tensor, grad in together["grads"].items():
+            assert np.array_equal(result["grads"][tensor], grad), tensor
+    if case.layout in ON_TWO and case.algorithm == "fp32":
+        check_gradients(result["grads"], together["grads"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_alone_among_others_and_on_two_ranks(found, case):
+    check_case(case, found[case._replace(layout="together")], found[case])
+
+
+@pytest.fixture(scope="module")
+def found_of_rest(models, samples):
+    return run(models, samples, REST)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_the_rest_of_the_product(found, found_of_rest, case):
+    check_case(case, found[case._replace(layout="together")], found_of_rest[case])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_plain_layers(family, tiny_model):
-    model = str(tiny_model(*FAMILIES[family]))
-
-    def attempt(seed: int) -> tuple[dict, dict]:
-        samples = make_samples(seed, SAMPLES, 512)
-        plain = run(model, samples, 1, configs("fp32", {"plain": {}}, identical=False), refuse_ties=True)["plain"]
-        return plain, run(model, samples, 1, configs("fp32", {"identical": {}}))["identical"]
-
-    plain, identical = without_ties(attempt)
+def test_gradients_are_those_of_plain_layers(family, drawn, found):
+    _, plain = drawn[family]
+    identical = found[Case("fp32", "together", family)]
     for key, value in plain["log_probs"].items():
         assert abs(value - identical["log_probs"][key]) < 1e-5
     check_gradients(identical["grads"], plain["grads"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models.test_convert import read_folder
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 from safetensors.torch import save_file
 from trainer.test_prune import write_config
 
@@ -20,7 +20,7 @@ from tools.make_tiny_model import Sizes, make_tiny_model
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 
-STEPS = 20
+STEPS = 10
 LAYOUTS = {
     "data": ["--precision.train", "bf16"],
     "whole": ["--parallel.distributed_optimizer", "false"],
@@ -46,8 +46,7 @@ def two_of_four(out, seed: int):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Folder with a 2:4 model, and runs of each layout: half of the steps, then the rest, and all without keeping zeros."""
-    folder, seed = tmp_path_factory.mktemp("zeros"), random.randrange(2**31)
-    print(f"seed {seed}")
+    folder, seed = tmp_path_factory.mktemp("zeros"), fresh_seed()
     config, commands = write_config(folder, random.Random(seed)), []
     model = two_of_four(folder / "model", seed)
     learn = [
@@ -91,8 +90,7 @@ def test_without_the_key_they_are_lost(world):
 
 
 def test_gradients_are_clipped_by_the_norm_of_what_trains(tmp_path):
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     model = two_of_four(tmp_path / "model", seed)
     worlds = {}
     for keep in (False, True, ["*.mlp.experts.local_experts.[01].*", "*.layers.1.self_attention.linear_qkv.weight"]):
@@ -115,8 +113,7 @@ def test_gradients_are_clipped_by_the_norm_of_what_trains(tmp_path):
 
 def test_reinforcement_learning_keeps_them_too(tmp_path):
     """With VP2O, which mixes the gradients of experts before they are reduced, in bf16 on two processes."""
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     model = two_of_four(tmp_path / "model", seed)
     overrides = {"model": {"path": str(model), "keep_zeros": True}, "precision": {"train": "bf16"}}
     overrides |= {"vp2o": {"enabled": True, "trust_region": None}}

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,8 +48,7 @@ def in_fp64(folder, texts: list[str]) -> dict[str, float]:
 def world(tmp_path_factory, tiny_model):
     """Folder of the runs, held-out texts, and the figures by the size that is 2."""
     folder = tmp_path_factory.mktemp("texts")
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"texts of seed {seed}")
+    seed = fresh_seed()
     rng = np.random.default_rng(seed)
     model = folder / "model"
     shutil.copytree(tiny_model("qwen3", "--layers", "2"), model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import make_samples
 from memory_ranks import MAY_STAY
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 
 from megatron_rl.trainer import offload
 
@@ -32,6 +32,8 @@ SGDS = {
     "without momentum": {**SGD, "optimizer": {**SGD["optimizer"], "momentum": 0.0}},
 }
 SMALL_BUCKETS = 4000
+WORLDS = [pytest.param(1, id="one rank", marks=pytest.mark.long), pytest.param(2, id="two ranks")]
+"""Processes: on one the optimizer's state is whole, on two each has its part."""
 SLEEPS = {
     "fp32": {},
     "bf16": BF16,
@@ -52,12 +54,11 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def samples():
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print(f"samples of seed {seed}")
+    seed = fresh_seed()
     return make_samples(seed, 8, 64)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=WORLDS)
 def trained(request, model, samples, tmp_path_factory):
     """(name, whether it went through a checkpoint) -> what two updates left."""
     runs = {}
@@ -130,7 +131,7 @@ def test_torchs_optimizers_are_fused(trained):
     assert all(result["fused"] == {True} for result in results.values())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=WORLDS)
 def slept(request, model, samples):
     found = run_ranks(request.param, "memory_ranks:sleep_all", (model, samples, list(SLEEPS.values())), timeout=500.0)
     return dict(zip(SLEEPS, found[0], strict=True))

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from ranks import fresh_seed
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.losses import POLICY_LOSSES, LossInputs, LossTerms, PolicyLoss
@@ -76,7 +77,7 @@ def config_of(correction=None, updates=1, **algorithm):
 @pytest.mark.parametrize("loss", ["ppo", "reinforce"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_on_policy_the_gradient_is_minus_weight_times_advantage(loss, level):
-    batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, _ = draw(fresh_seed())
     correction = {"mode": "truncate", "level": level, "high": 1.3, "veto": 0.4}
     config = config_of(correction, loss=loss)
     assert not Policy(config).per_token and not Policy(config).needs
@@ -94,7 +95,7 @@ def test_on_policy_the_gradient_is_minus_weight_times_advantage(loss, level):
 
 def test_decoupled_and_bypass_are_two_ratios_and_one():
     """Decoupled: old / engine as a weight, current / old in the clip. Bypass: current / engine in the clip."""
-    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, old = draw(fresh_seed())
     wide = {"clip_low": 0.99, "clip_high": 1e6}  # nothing is clipped: both are the whole ratio then
     decoupled = gradient(config_of({"mode": "clip", "high": 1e6}, 2, **wide), batch, current, old)
     bypass = gradient(config_of({"bypass": True}, 2, **wide), batch, current)
@@ -148,8 +149,7 @@ def weights_by_hand(d: list[float], gone: list[bool], correction: dict) -> tuple
 @pytest.mark.parametrize("denominator", [None, *DENOMINATORS])
 def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregation):
     """Of one update in two micro-batches, in fp64: policy, KL and entropy. Log-ratios are multiples of 1/256, exact in fp32."""
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    print(f"inputs of seed {seed}")
+    seed = fresh_seed()
     choice = {} if denominator is None else {"denominator": denominator}
     for number, (correction, updates) in enumerate(product(CORRECTIONS, (1, 2))):
         algorithm = {"loss": "reinforce", "aggregation": aggregation, "entropy_coefficient": ENTROPY}
@@ -234,7 +234,7 @@ CASES += [(loss, False, "then") for loss in POLICY_LOSSES]  # with bypass there 
 
 @pytest.mark.parametrize(("loss", "bypass", "where"), CASES)
 def test_a_token_outside_the_safe_set_has_ratio_zero(loss, where, bypass):
-    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, old = draw(fresh_seed())
     config = config_of({"bypass": bypass}, 2, loss=loss, kl={"coefficient": 0.1}, entropy_coefficient=0.01)
     token = int(batch.mask.nonzero()[3])
     whole = same_sequence(batch, token)
@@ -286,7 +286,7 @@ def test_drift_out_of_the_safe_set_is_no_mismatch():
 )
 def test_what_is_dropped_has_no_kl_and_no_entropy_either(correction):
     """A token that the trainer finds impossible has a KL to the reference that would outweigh the whole update."""
-    batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, _ = draw(fresh_seed())
     token = int(batch.mask.nonzero()[2])
     with torch.no_grad():
         current[token] = batch["rollout_log_probs"][token] - 14
@@ -313,7 +313,7 @@ def test_what_is_computed_before_the_updates(updates, bypass, denominator, kl):
     needed = {"old_log_probs": from_old, "reference_log_probs": kl > 0}
     expected = {name for name, of_config in needed.items() if of_config}
     assert Policy(config).needs == expected and Policy(config).ratio_from_old == from_old
-    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, old = draw(fresh_seed())
     computed = {"old_log_probs": old, "reference_log_probs": old - 0.1}
     batch.fields |= {name: computed[name] for name in expected}
     totals = Totals(int(batch.mask.sum()), batch.segments.count)
@@ -326,7 +326,7 @@ def test_what_is_computed_before_the_updates(updates, bypass, denominator, kl):
 @pytest.mark.parametrize("lacks", ["old_log_probs", "reference_log_probs"])
 def test_a_batch_without_a_field_that_the_loss_needs(lacks):
     config = config_of({}, 2, kl={"coefficient": 0.1})
-    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, old = draw(fresh_seed())
     fields = {"old_log_probs": old, "reference_log_probs": old}
     del fields[lacks]
     batch.fields |= fields
@@ -345,7 +345,7 @@ EVERYTHING = {
 @pytest.mark.parametrize("updates", [1, 2])
 def test_an_objective_touches_neither_batch_nor_outputs(name, updates):
     """Two calls on the same things give the same bits, and leave every bit as it was."""
-    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, old = draw(fresh_seed())
     batch.fields |= {"old_log_probs": old, "reference_log_probs": old - 0.1}
     outputs = HeadOutputs(current, *(torch.rand_like(current) for _ in range(5)))
     objective = {"sft": SFT(label_smoothing=0.1), "log_probs": LogProbs()}.get(name)
@@ -385,7 +385,7 @@ def squares(inputs: LossInputs) -> LossTerms:
 @pytest.mark.parametrize("per_token", [True, False])
 def test_a_loss_from_outside_is_a_value(per_token, monkeypatch):
     monkeypatch.setitem(POLICY_LOSSES, "ppo", PolicyLoss(squares, per_token=per_token))
-    batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch, current, _ = draw(fresh_seed())
     config = config_of({"mode": "clip", "low": 0.5, "high": 2.0}, loss="ppo")
     assert Policy(config).per_token == per_token
     weights = torch.exp(current.detach() - batch["rollout_log_probs"]).clamp(0.5, 2.0)

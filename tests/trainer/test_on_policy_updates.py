@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 
@@ -16,7 +15,7 @@ LAYOUTS = {
 
 def test_ratios_are_exact_and_who_is_not_on_policy_is_named(tiny_model):
     """Several packed micro-batches of experts; clip bounds of 0 clip whatever is not exactly 1. The same line on all ranks."""
-    seed = int(np.random.SeedSequence().entropy % 2**32)
+    seed = fresh_seed()
     model = str(tiny_model("qwen3_moe", "--layers", "2"))
     by_rank = run_ranks(2, "on_policy_ranks:run_layouts", (model, seed, [*LAYOUTS.values()]))
     assert by_rank[0] == by_rank[1]

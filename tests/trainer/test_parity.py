@@ -1,13 +1,28 @@
-"""Every parallel layout against one process, in fp32: log-probs, loss, every gradient, and weights after two updates."""
+"""Every parallel layout against one process, in fp32: log-probs, loss, every gradient, and weights after two updates.
+
+Which algorithms and models a layout is tried with says `tests/covering.py`.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
+from covering import (
+    FOUR_RANKS,
+    TWO_RANKS,
+    Case,
+    layers_of,
+    on_four_ranks,
+    on_two_ranks,
+    others,
+    parallel_of,
+    world_of,
+)
 from layouts import make_samples
 from ranks import run_ranks, without_ties
 from safetensors.numpy import load_file
@@ -16,39 +31,12 @@ from weights import scaled
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 
 
-SAMPLES = 14
+SAMPLES = 10
 # Adam divides a gradient by its own size, so that rounding turns the sign of a whole step where a gradient is nearly zero. With
 # this epsilon two steps differ by at most 2 lr/EPS = 2 times what the gradients do (1e-8), and a rounding (1e-7) each.
 EPS = 1e-3
-TWO_RANKS = {
-    "tp2_sp": {"parallel": {"tensor": 2}},
-    "ep2": {"parallel": {"expert": 2}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "pp2_interleaved": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
-    "cp2": {"parallel": {"context": 2}},
-    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
-    "dp2_distributed_optimizer": {"parallel": {"distributed_optimizer": True}},
-    "dp2_replicated_optimizer": {"parallel": {"distributed_optimizer": False}},
-}
-FOUR_RANKS = {
-    "etp2_ep2": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}},
-    "tp2_ep2": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}},
-    "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
-}
-EP4 = {"ep4": {"parallel": {"expert": 4}}}
-# Biases of experts are whole on each rank: expert-tensor parallelism is refused.
-SINKS_TWO_RANKS = TWO_RANKS | {"tp2_sp": {"parallel": {"tensor": 2, "expert_tensor": 1}}}
-SINKS_FOUR_RANKS = {
-    "tp2_cp2": {"parallel": {"tensor": 2, "expert_tensor": 1, "context": 2}},
-    "tp2_cp2_all_gather": {"parallel": {"tensor": 2, "expert_tensor": 1, "context": 2, "cp_comm_type": "all_gather"}},
-    "tp2_pp2": {"parallel": {"tensor": 2, "expert_tensor": 1, "pipeline": 2}},
-    "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}},
-}
-# As they train: each rank has the reduced gradients of its shard alone.
-SHARDED = {"dp2_sharded": {"parallel": {"distributed_optimizer": True}, "whole": False}}
-SHARDED_EXPERTS = {"ep2_sharded": {"parallel": {"expert": 2, "distributed_optimizer": True}, "whole": False}}
-ONE_RANK = {
-    "reference": {},
+# One process that does the same in another way.
+WAYS = {
     "full_recompute": {"model": {"recompute": "full"}},
     "selective_recompute": {"model": {"recompute": "selective"}},
     "one_sequence_per_micro_batch": {"batch": {"tokens_per_micro_batch": 39}},
@@ -121,65 +109,102 @@ ALGORITHMS = {
         "model": {
             "freeze": [
                 "embedding.*",
-                "decoder.layers.[01].*",
+                "decoder.layers.0.*",
                 "*.mlp.router.*",
                 "*.linear_qkv.weight",
-                "decoder.layers.3.mlp.experts.local_experts.[15].*",
+                "decoder.layers.1.mlp.experts.local_experts.[15].*",
             ]
         },
     },
 }
-FROZEN = re.compile(r"model\.embed|model\.layers\.([01]\.|.*(\.mlp\.gate\.|\.[qkv]_proj\.)|3\.mlp\.experts\.[15]\.)")
+FROZEN = re.compile(r"model\.embed|model\.layers\.(0\.|.*(\.mlp\.gate\.|\.[qkv]_proj\.)|1\.mlp\.experts\.[15]\.)")
 """The same by Hugging Face names."""
+MODELS = ("qwen3_moe", "gpt_oss")
+LEARNED = ("grpo", "gspo", "corrected", "normalized", "kept", "epochs", "vp2o", "frozen")
+TRUNCATED = ("corrected", "pruned", "normalized", "weighted", "kept", "rejected")
+"""Of which tokens lie outside of sets."""
+
+
+def allowed(algorithm: str, layout: str, model: str) -> bool:
+    """Experts of gpt-oss are one parameter, and have biases, which are whole on each rank."""
+    return model != "gpt_oss" or (algorithm != "frozen" and layout != "etp2_ep2")
+
+
+def of_experts(algorithm: str, layout: str, model: str) -> bool:
+    """VP2O on four ranks where experts are over several."""
+    return allowed(algorithm, layout, model) and (algorithm != "vp2o" or "ep" in layout)
+
+
+CASES = on_two_ranks(LEARNED, MODELS, allowed) + on_four_ranks(("vp2o", "grpo"), MODELS, of_experts)
+REST = others(CASES, LEARNED, TWO_RANKS, MODELS, allowed) + others(
+    CASES, ("grpo", "vp2o"), FOUR_RANKS, MODELS, of_experts
+)
+ON_ONE = [
+    Case(algorithm, way, model)
+    for algorithm, model, ways in (
+        ("grpo", "qwen3_moe", WAYS),
+        ("grpo", "gpt_oss", ("full_recompute", "one_sequence_per_micro_batch")),
+        ("gspo", "qwen3_moe", ("head_in_chunks",)),
+        ("vp2o", "qwen3_moe", ("full_recompute", "one_sequence_per_micro_batch")),
+        ("frozen", "qwen3_moe", ("full_recompute",)),
+        ("epochs", "qwen3_moe", ("full_recompute", "one_sequence_per_micro_batch")),
+        ("corrected", "qwen3_moe", ("head_in_chunks",)),
+        ("normalized", "qwen3_moe", ("head_in_chunks",)),
+        ("kept", "qwen3_moe", ("head_in_chunks", "one_sequence_per_micro_batch")),
+        ("pruned", "qwen3_moe", ("head_in_chunks",)),
+    )
+    for way in ways
+]
+LOOKED_AT = [Case("on_policy", "reference", "gpt_oss")] + [
+    Case(algorithm, "reference", "qwen3_moe") for algorithm in (*LEARNED, "rejected", "weighted")
+]
+"""References of which tests below look at figures."""
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
-    return str(tiny_model("qwen3_moe", "--layers", "4"))
+def models(tiny_model, tmp_path_factory):
+    """(family, layers) -> folder. gpt-oss: sinks, yarn, biases, and windows of 8 in every other layer, which most sequences
+    outgrow several times; attention matters in it as in a trained model."""
+    found = {}
+    for layers in (2, 4):
+        found["qwen3_moe", layers] = tiny_model("qwen3_moe", "--layers", str(layers))
+        folder = tmp_path_factory.mktemp("models") / "gpt_oss"
+        shutil.copytree(tiny_model("gpt_oss", "--layers", str(layers), "--max-position", "131072"), folder)
+        found["gpt_oss", layers] = scaled(folder, {"o_proj.weight": 10.0})
+    return found
 
 
-@pytest.fixture(scope="module")
-def sinks_model(tiny_model, tmp_path_factory):
-    """gpt-oss: sinks, yarn, biases, and windows of 8 in layers 1 and 3, which most sequences outgrow several times.
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Sections with the keys of all."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for section, values in part.items():
+            found[section] = {**found.get(section, {}), **values} if isinstance(values, dict) else values
+    return found
 
-    Attention matters in it as in a trained model.
+
+def run(models: dict, samples: dict[bool, list], cases: Iterable[Case], layers: int | None = None, **options: bool):
+    """Case -> what its first rank found; those of one number of processes one after the other on the same ones.
+
+    samples: by whether they are truncated. layers: of the models, by default what the layout needs.
     """
-    folder = tmp_path_factory.mktemp("models") / "gpt_oss"
-    shutil.copytree(tiny_model("gpt_oss", "--max-position", "131072"), folder)
-    return str(scaled(folder, {"o_proj.weight": 10.0}))
-
-
-@pytest.fixture(scope="module")
-def long_sinks_model(tiny_model, tmp_path_factory):
-    """With the released models' windows."""
-    folder = tmp_path_factory.mktemp("models") / "gpt_oss"
-    shutil.copytree(tiny_model("gpt_oss", "--layers", "2", "--window", "128", "--max-position", "131072"), folder)
-    return str(scaled(folder, {"o_proj.weight": 10.0}))
-
-
-def under(algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
-    """Layouts of an algorithm, by 'algorithm name'."""
-    return {
-        f"{algorithm} {name}": {
-            **layout,
-            **{section: {**layout.get(section, {}), **values} for section, values in ALGORITHMS[algorithm].items()},
-        }
-        for name, layout in layouts.items()
-    }
-
-
-def with_sinks(model: str, algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
-    """Layouts of an algorithm for gpt-oss, by 'sinks algorithm name'."""
-    configs = under(algorithm, layouts).items()
-    return {f"sinks {name}": config | {"model": {**config.get("model", {}), "path": model}} for name, config in configs}
-
-
-def run(model, samples, world_size: int, configs: dict[str, dict], *, refuse_ties: bool = False) -> dict[str, dict]:
-    """One after the other on the same processes, which take longest to start."""
-    layouts = [{"optimizer": {"eps": EPS}, **config} for config in configs.values()]
-    arguments = (model, samples, layouts)
-    results = run_ranks(world_size, "layouts:run_layouts", arguments, timeout=540.0, refuse_ties=refuse_ties)
-    return dict(zip(configs, results[0], strict=True))
+    groups: dict[int, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(world_of(case.layout), []).append(case)
+    found: dict[Case, dict] = {}
+    for world, group in groups.items():
+        runs = []
+        for case in group:
+            layout = WAYS.get(case.layout, {})
+            if world > 1:
+                parallel = parallel_of(case.layout, whole_experts=case.model == "gpt_oss")
+                layout = {"parallel": parallel, "whole": not case.layout.endswith("_sharded")}
+            sections = merged({"optimizer": {"eps": EPS}}, layout, ALGORITHMS[case.algorithm])
+            model = str(models[case.model, layers or layers_of(case.layout)])
+            runs.append((model, samples[case.algorithm in TRUNCATED], sections))
+        results = run_ranks(world, "layouts:run_all", (runs,), timeout=540.0, **options)
+        found |= dict(zip(group, results[0], strict=True))
+    return found
 
 
 def compare(name: str, reference: dict, result: dict) -> None:
@@ -213,28 +238,65 @@ def compare(name: str, reference: dict, result: dict) -> None:
         assert worst < 1e-6, f"{name}: after two updates {tensor} differs by {worst}"
 
 
-@pytest.fixture(scope="module")
-def truncated():
-    """Of one seed: a logit within rounding of the safe set's border is in the set of one layout and not of another."""
-    return make_samples(7, SAMPLES, 64, kept=True)
+def check_sinks(case: Case, reference: dict, result: dict) -> None:
+    """Each rank has the sinks of its heads, which every token's gradient reaches; to be right they must be so in their own
+    size, which is small."""
+    sinks = {name: grad for name, grad in reference["grads"].items() if name.endswith(".self_attn.sinks")}
+    assert len(sinks) == layers_of(case.layout)
+    for name, grad in sinks.items() if result["grads"] else ():
+        worst, size = np.abs(result["grads"][name] - grad).max(), np.abs(grad).max()
+        assert size > 1e-6 and worst < 1e-3 * size, f"{case}: {name} of {size} differs by {worst}"
 
 
-@pytest.fixture(scope="module")
-def drawn(model, sinks_model):
-    """Samples, and what one process makes of them."""
-    both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
-    small = {name: ONE_RANK[name] for name in ("reference", "full_recompute", "one_sequence_per_micro_batch")}
-    first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
-    first |= under("frozen", {name: ONE_RANK[name] for name in ("reference", "full_recompute")}) | under(
-        "epochs", small
-    )
-    first |= with_sinks(sinks_model, "grpo", small) | with_sinks(sinks_model, "on_policy", {"reference": {}})
+def check_counted(case: Case, reference: dict, result: dict) -> None:
+    """Each layout divides by the same count of sequences and of their tokens."""
+    counted = reference["metrics"]["loss/counted"]
+    assert result["metrics"]["loss/counted"] == pytest.approx(counted, rel=1e-5 if case.algorithm == "kept" else 1e-6)
+
+
+def check_case(models, references, case: Case, result: dict) -> None:
+    """Against one process; what is particular to the algorithm and the model too."""
+    layers = layers_of(case.layout)
+    reference = references[case.algorithm, case.model, layers]
+    compare(str(case), reference, result)
+    if case.model == "gpt_oss":
+        check_sinks(case, reference, result)
+    if case.algorithm in ("kept", "epochs"):
+        check_counted(case, reference, result)
+    if case.algorithm == "frozen":  # weights stay as they are to the bit; a stage may have nothing but frozen ones
+        before = load_file(models[case.model, layers] / "model.safetensors")
+        for tensor, weight in result["weights"].items():
+            assert np.array_equal(weight, before[tensor]) == bool(FROZEN.match(tensor)), f"{case}: {tensor}"
+
+
+def draw(models: dict, cases: Iterable[Case]) -> tuple[dict[bool, list], dict[tuple[str, str, int], dict]]:
+    """Samples, and what one process makes of them, by algorithm, model and layers, to compare with the cases.
+
+    Those that are truncated are of one seed: a logit within rounding of the safe set's border is in the set of one layout and
+    not of another.
+    """
+    needed = sorted({(case.algorithm, case.model, layers_of(case.layout)) for case in cases})
+    truncated = make_samples(7, SAMPLES, 64, kept=True)
+
+    def run_references(samples: dict[bool, list], *, kept: bool, **options: bool) -> dict:
+        found = {}
+        for layers in (2, 4):
+            alone = [Case(a, "reference", m) for a, m, n in needed if n == layers and kept == (a in TRUNCATED)]
+            for case, result in run(models, samples, alone, layers, **options).items():
+                found[case.algorithm, case.model, layers] = result
+        return found
 
     def attempt(seed: int):
-        samples = make_samples(seed, SAMPLES, 64)
-        return samples, run(model, samples, 1, first, refuse_ties=True)
+        samples = {True: truncated, False: make_samples(seed, SAMPLES, 64)}
+        return samples, run_references(samples, kept=False, refuse_ties=True)
 
-    return without_ties(attempt)
+    samples, found = without_ties(attempt)
+    return samples, found | run_references(samples, kept=True)
+
+
+@pytest.fixture(scope="module")
+def drawn(models):
+    return draw(models, [*CASES, *ON_ONE, *LOOKED_AT])
 
 
 @pytest.fixture(scope="module")
@@ -243,194 +305,121 @@ def samples(drawn):
 
 
 @pytest.fixture(scope="module")
-def one_rank(model, drawn, truncated):
-    both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
-    return drawn[1] | run(
-        model,
-        truncated,
-        1,
-        under("corrected", both)
-        | under("pruned", both)
-        | under("normalized", both)
-        | under(
-            "kept", {name: ONE_RANK[name] for name in ("reference", "head_in_chunks", "one_sequence_per_micro_batch")}
-        )
-        | under("rejected", {"reference": {}})
-        | under("weighted", {"reference": {}}),
-    )
+def references(drawn):
+    return drawn[1]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model, sinks_model, samples, truncated):
-    split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
-    with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
-    experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer", "pp2_interleaved")}
-    experts |= SHARDED
-    frozen = {name: experts[name] for name in ("tp2_sp", "pp2", "ep2", "dp2_sharded")}
-    first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts) | under("frozen", frozen)
-    first |= under("epochs", split | {name: experts[name] for name in ("ep2", "dp2_distributed_optimizer")})
-    first |= with_sinks(sinks_model, "grpo", SINKS_TWO_RANKS)
-    return run(model, samples, 2, first) | run(
-        model, truncated, 2, under("corrected", with_data) | under("normalized", with_data) | under("kept", with_data)
-    )
+def found(models, samples, references):
+    return run(models, samples, CASES + ON_ONE)
 
 
-def compare_all(algorithm: str, one_rank, results) -> None:
-    found = {name: result for name, result in results.items() if name.startswith(f"{algorithm} ")}
-    assert found
-    for name, result in found.items():
-        compare(name, one_rank[f"{algorithm} reference"], result)
-
-
-def test_micro_batches_and_recompute_do_not_change_the_update(one_rank):
-    assert one_rank["grpo one_sequence_per_micro_batch"]["micro_batches"] > 1
-    assert one_rank["grpo all_in_one"]["micro_batches"] == 1
-    compare_all("grpo", one_rank, one_rank)
-
-
-def test_two_ranks(one_rank, two_ranks):
-    compare_all("grpo", one_rank, two_ranks)
+@pytest.mark.parametrize("case", CASES + ON_ONE, ids=str)
+def test_an_update_is_that_of_one_process(models, references, found, case):
+    check_case(models, references, case, found[case])
 
 
 @pytest.fixture(scope="module")
-def four_ranks(model, sinks_model, samples):
-    both = {name: FOUR_RANKS[name] for name in ("etp2_ep2", "tp2_ep2")}
-    configs = under("grpo", FOUR_RANKS) | under("vp2o", both | EP4 | SHARDED_EXPERTS)
-    return run(model, samples, 4, configs | with_sinks(sinks_model, "grpo", SINKS_FOUR_RANKS))
+def rest(models):
+    samples, references = draw(models, REST)
+    return references, run(models, samples, REST)
 
 
-def test_four_ranks(one_rank, four_ranks):
-    compare_all("grpo", one_rank, four_ranks)
+@pytest.mark.long
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_an_update_is_that_of_one_process_in_the_rest_of_the_product(models, rest, case):
+    references, found = rest
+    check_case(models, references, case, found[case])
 
 
-def test_sinks_and_windows_over_split_heads_and_sequences(one_rank, two_ranks, four_ranks):
-    """gpt-oss: each rank has the sinks of its heads, which every token's gradient reaches."""
-    grads = one_rank["sinks grpo reference"]["grads"]
-    sinks = {name: grad for name, grad in grads.items() if name.endswith(".self_attn.sinks")}
-    assert len(sinks) == 4
-    for results in (one_rank, two_ranks, four_ranks):
-        compare_all("sinks grpo", one_rank, results)
-        found = {name: result["grads"] for name, result in results.items() if name.startswith("sinks grpo ")}
-        for layout, grads in ((name, grads) for name, grads in found.items() if grads):
-            for name, grad in sinks.items():  # which are small: to be right they must be so in their own size
-                worst, size = np.abs(grads[name] - grad).max(), np.abs(grad).max()
-                assert size > 1e-6 and worst < 1e-3 * size, f"{layout}: {name} of {size} differs by {worst}"
+def test_micro_batches_of_other_sizes(references, found):
+    one = found[Case("grpo", "one_sequence_per_micro_batch", "qwen3_moe")]["micro_batches"]
+    assert one > references["grpo", "qwen3_moe", 2]["micro_batches"] > 1
+    assert found[Case("grpo", "all_in_one", "qwen3_moe")]["micro_batches"] == 1
 
 
-def test_windows_of_128_over_split_sequences(long_sinks_model):
-    """Sequences of more than three windows: a context-parallel rank's parts of one end inside of others' windows."""
-    two = ("cp2", "cp2_all_gather", "tp2_sp")
-    budget = {"batch": {"tokens_per_micro_batch": 1024, "updates_per_step": 2}}
-    configs = {name: SINKS_TWO_RANKS[name] | ALGORITHMS["grpo"] | budget for name in two}
-    one = {"reference": ALGORITHMS["grpo"] | budget}
+def test_windows_of_128_over_split_sequences(tiny_model, tmp_path):
+    """Sequences of more than three of the released models' windows: a context-parallel rank's parts of one end inside of
+    others' windows."""
+    folder = tmp_path / "gpt_oss"
+    shutil.copytree(tiny_model("gpt_oss", "--layers", "2", "--window", "128", "--max-position", "131072"), folder)
+    model = str(scaled(folder, {"o_proj.weight": 10.0}))
+    config = merged(ALGORITHMS["grpo"], {"batch": {"tokens_per_micro_batch": 1024}, "optimizer": {"eps": EPS}})
 
     def attempt(seed: int):
         samples = make_samples(seed, 3, 64, lengths=(385, 450))
-        return samples, run(long_sinks_model, samples, 1, one, refuse_ties=True)["reference"]
+        return samples, run_ranks(1, "layouts:run_layouts", (model, samples, [config]), refuse_ties=True)[0][0]
 
     samples, reference = without_ties(attempt)
-    for name, result in run(long_sinks_model, samples, 2, configs).items():
+    names = ("cp2", "cp2_all_gather", "tp2_sp")
+    layouts = [{**config, "parallel": parallel_of(name, whole_experts=True)} for name in names]
+    for name, result in zip(names, run_ranks(2, "layouts:run_layouts", (model, samples, layouts))[0], strict=True):
         compare(name, reference, result)
 
 
-def test_a_single_update_is_on_policy_with_sinks(one_rank):
+def test_a_single_update_is_on_policy_with_sinks(references):
     """The ratio is 1 and nothing is clipped, exactly."""
-    metrics = one_rank["sinks on_policy reference"]["metrics"]
+    metrics = references["on_policy", "gpt_oss", 2]["metrics"]
     assert (metrics["loss/ratio"], metrics["loss/clip_fraction"], metrics["loss/old_kl"]) == (1.0, 0.0, 0.0)
 
 
-def test_stein_transform_over_split_experts(one_rank, two_ranks, four_ranks):
-    """Experts over expert-parallel ranks, in slices over expert-tensor-parallel ones, copied over data-parallel ones."""
-    figures = one_rank["vp2o reference"]["vp2o"]
+def test_the_stein_transform_has_something_to_do(references):
+    figures = references["vp2o", "qwen3_moe", 2]["vp2o"]
     assert 0.1 < figures["vp2o/repulsion"] / figures["vp2o/attraction"] < 10, (
         "one part of the transform hides the other"
     )
     assert figures["vp2o/shift"] > 1e-3
-    plain, transformed = (one_rank[f"{name} reference"]["grads"] for name in ("grpo", "vp2o"))
+    plain, transformed = (references[name, "qwen3_moe", 2]["grads"] for name in ("grpo", "vp2o"))
     for tensor in plain:
         changed = np.abs(plain[tensor] - transformed[tensor]).max()
         assert changed > 1e-5 or ".experts." not in tensor, f"{tensor} was not transformed"
-    for results in (one_rank, two_ranks, four_ranks):
-        compare_all("vp2o", one_rank, results)
 
 
-def test_sequence_ratios_over_split_sequences(one_rank, two_ranks):
-    """GSPO needs sums over whole sequences, which context parallelism and the head's chunks cut."""
-    compare_all("gspo", one_rank, one_rank)
-    compare_all("gspo", one_rank, two_ranks)
-
-
-def test_pruned_tokens_in_the_heads_chunks(one_rank):
-    """Token by token the loss is computed inside the head, with log-probs of -inf."""
-    whole = one_rank["pruned reference"]
-    outside = np.mean([value == -np.inf for value in whole["log_probs"].values()])
+def test_some_tokens_are_outside_of_the_safe_set(references):
+    """Their log-probs are -inf, in the head too, where the loss is computed token by token."""
+    outside = np.mean([value == -np.inf for value in references["pruned", "qwen3_moe", 2]["log_probs"].values()])
     assert 0.01 < outside < 0.5, f"{outside:.2f} of the tokens outside the safe set"
-    compare_all("pruned", one_rank, one_rank)
 
 
-def test_corrected_and_pruned_over_split_sequences_and_vocabularies(one_rank, two_ranks):
-    """Sequence ratios and the veto over context-parallel ranks, safe and kept sets over tensor-parallel ones."""
-    figures = one_rank["corrected reference"]["mismatch"]
+def test_every_part_of_the_correction_has_something_to_do(references):
+    figures = references["corrected", "qwen3_moe", 2]["mismatch"]
     shares = {key: figures[f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
     assert all(0.01 < share < 0.9 for share in shares.values()), f"{shares}: not every part has something to do"
-    compare_all("corrected", one_rank, one_rank)
-    compare_all("corrected", one_rank, two_ranks)
 
 
-def test_normalized_weights_of_a_single_update(one_rank, two_ranks):
+def test_normalized_weights_of_a_single_update(references):
     """By their mean, which the ranks learn from each other before the update."""
-    normalized, weighted = one_rank["normalized reference"], one_rank["weighted reference"]
+    normalized, weighted = (references[name, "qwen3_moe", 2] for name in ("normalized", "weighted"))
     mean = weighted["mismatch"]["corrected/weight_mean"]
     assert mean > 1.1
     expected = weighted["metrics"]["update/grad_norm"] / mean
     assert normalized["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
-    compare_all("normalized", one_rank, one_rank)
-    compare_all("normalized", one_rank, two_ranks)
 
 
-def test_what_is_dropped_leaves_the_mean(model, one_rank, two_ranks):
-    """Each layout divides by the same count of sequences and of their tokens that are kept; where none is, nothing moves."""
-    kept = one_rank["kept reference"]
+def test_what_is_dropped_leaves_the_mean(models, references):
+    """Where nothing is kept, nothing moves."""
+    kept = references["kept", "qwen3_moe", 2]
     figures = kept["mismatch"]
     assert 0.05 < figures["corrected/vetoed"] < figures["corrected/masked"] < 0.9
     assert 0.1 < kept["metrics"]["loss/counted"] < 0.95
     assert figures["mismatch/kl_safe"] != figures["mismatch/kl"], "no token outside the set that is measured"
-    for results in (one_rank, two_ranks):
-        compare_all("kept", one_rank, results)
-        for name, result in results.items():
-            if name.startswith("kept "):
-                assert result["metrics"]["loss/counted"] == pytest.approx(kept["metrics"]["loss/counted"], rel=1e-5), (
-                    name
-                )
-    nothing, before = one_rank["rejected reference"], load_file(Path(model) / "model.safetensors")
+    nothing, before = references["rejected", "qwen3_moe", 2], load_file(models["qwen3_moe", 2] / "model.safetensors")
     assert (nothing["metrics"]["update/skipped"], nothing["metrics"]["loss/counted"]) == (1, 0)
     assert all(np.array_equal(weight, before[tensor]) for tensor, weight in nothing["weights"].items())
 
 
-def test_a_second_epoch_and_a_constant_divisor(one_rank, two_ranks, samples):
+def test_a_second_epoch_and_a_constant_divisor(references, samples):
     """SAPO's gate of ratios to old log-probs that stay; the divisor is the sequences x rollout.max_new_tokens."""
-    reference = one_rank["epochs reference"]
+    reference = references["epochs", "qwen3_moe", 2]
     assert reference["metrics"]["loss/ratio"] != 1.0
-    sequences = sum(sample["loss_mask"].any() for sample in samples)
+    sequences = sum(sample["loss_mask"].any() for sample in samples[False])
     expected = sequences * 26 / reference["tokens"]
     assert reference["metrics"]["loss/counted"] == pytest.approx(expected, rel=1e-6)
-    for results in (one_rank, two_ranks):
-        compare_all("epochs", one_rank, results)
-        for name, result in results.items():
-            if name.startswith("epochs "):
-                counted = reference["metrics"]["loss/counted"]
-                assert result["metrics"]["loss/counted"] == pytest.approx(counted, rel=1e-6), name
 
 
-def test_frozen_weights(model, one_rank, two_ranks):
-    """They stay as they are to the bit, all others move as in one process; a stage may have nothing but frozen ones."""
-    before = load_file(Path(model) / "model.safetensors")
-    plain, reference = (one_rank[f"{name} reference"] for name in ("grpo", "frozen"))
-    for results in (one_rank, two_ranks):
-        compare_all("frozen", one_rank, results)
-        for name, result in results.items():
-            for tensor, weight in result["weights"].items() if name.startswith("frozen ") else ():
-                assert np.array_equal(weight, before[tensor]) == bool(FROZEN.match(tensor)), f"{name}: {tensor}"
+def test_gradients_beside_frozen_weights(models, references):
+    plain, reference = (references[name, "qwen3_moe", 2] for name in ("grpo", "frozen"))
+    check_case(models, references, Case("frozen", "reference", "qwen3_moe"), reference)
     for tensor, grad in plain["grads"].items():  # of the first update
         expected = np.zeros_like(grad) if FROZEN.match(tensor) else grad
         assert np.abs(reference["grads"][tensor] - expected).max() < 1e-6, tensor

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import SPLITS, layers_of, parallel_of
 from ppo_ranks import CASES, OF_STEPS, OF_TOKENS, WHOLE, make_config, make_trajectories
-from ranks import run_ranks, without_ties
-from test_parity import EPS, TWO_RANKS
+from ranks import fresh_seed, run_ranks, without_ties
 from transformers import AutoModelForSequenceClassification
 from weights import classifier
 
@@ -22,37 +22,46 @@ from megatron_rl.data.trajectory import Trajectory
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 
 
-LAYOUTS = ("tp2_sp", "pp2", "pp2_interleaved", "ep2", "cp2", "dp2_distributed_optimizer")
-FOUR = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}, "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}}}
-LARGE = {"batch": {"tokens_per_micro_batch": 4096}}
-RUNS: dict[int, dict[tuple[str, str], dict[str, Any]]] = {
-    1: {(case, "reference"): {} for case in CASES} | {("gae", "large micro-batches"): LARGE},
-    2: {("gae", name): TWO_RANKS[name] for name in LAYOUTS}
-    | {("reinforce_plus_plus_baseline", name): TWO_RANKS[name] for name in ("tp2_sp", "cp2")}
-    | {("grpo", name): TWO_RANKS[name] for name in ("pp2", "dp2_distributed_optimizer")}
-    | {("together", "ep2"): TWO_RANKS["ep2"]},
-    4: {("gae", name): layout for name, layout in FOUR.items()},
+EPS = 1e-3
+"""As in test_parity.py: steps of Adam differ by what gradients do."""
+OF_ONE = {"reference": {}, "large micro-batches": {"batch": {"tokens_per_micro_batch": 4096}}, "deep reference": {}}
+REFERENCES = {2: "reference", 4: "deep reference"}
+"""By layers of the models."""
+RUNS: dict[int, list[tuple[str, str]]] = {
+    1: [(case, "reference") for case in CASES] + [("gae", name) for name in OF_ONE if name != "reference"],
+    2: [("gae", layouts[0]) for layouts in SPLITS.values()]
+    + [("reinforce_plus_plus_baseline", "tp2_sp"), ("reinforce_plus_plus_baseline", "cp2")]
+    + [("grpo", "pp2"), ("grpo", "dp2_distributed_optimizer"), ("together", "ep2")],
+    4: [("gae", "tp2_cp2"), ("gae", "pp2_ep2")],
 }
 WITH_OTHERS = ("reference", "cp2", "dp2_distributed_optimizer")
 """Layouts with all advantages that there are beside that of the case."""
-COMPARED = [run for runs in RUNS.values() for run in runs if run[1] != "reference" and run[0] != "together"]
+COMPARED = [run for runs in RUNS.values() for run in runs if run[1] not in REFERENCES.values() and run[0] != "together"]
 
 
 @pytest.fixture(scope="module")
 def models(tiny_model, tmp_path_factory):
-    models = [str(tiny_model("qwen3_moe", "--layers", "4", *more)) for more in ((), ("--seed", "1"))]
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"head of seed {seed}")
-    # With a head from the start: behind one of zeros nothing else has a gradient.
-    return [*models, str(classifier(Path(models[1]), tmp_path_factory.mktemp("models") / "classifier", seed))]
+    """By layers: policy, reference, and the classifier that the critic starts as, with a head from the start: behind one of
+    zeros nothing else has a gradient."""
+    seed = fresh_seed()
+    found = {}
+    for layers in REFERENCES:
+        both = [str(tiny_model("qwen3_moe", "--layers", str(layers), *more)) for more in ((), ("--seed", "1"))]
+        out = tmp_path_factory.mktemp("models") / "classifier"
+        found[layers] = [*both, str(classifier(Path(both[1]), out, seed))]
+    return found
 
 
-def on_ranks(models: list[str], seed: int, world_size: int) -> list[list[dict]]:
-    layouts = [
-        (case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS)
-        for (case, name), layout in RUNS[world_size].items()
-    ]
-    arguments = (models, layouts, seed)
+def layers_under(layout: str) -> int:
+    return 4 if layout == "deep reference" else layers_of(layout)
+
+
+def on_ranks(models: dict[int, list[str]], seed: int, world_size: int) -> list[list[dict]]:
+    layouts = []
+    for case, name in RUNS[world_size]:
+        layout = OF_ONE[name] if world_size == 1 else {"parallel": parallel_of(name)}
+        layouts.append((models[layers_under(name)], case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS))
+    arguments = (layouts, seed)
     return run_ranks(world_size, "ppo_ranks:run_layouts", arguments, timeout=540.0, refuse_ties=world_size == 1)
 
 
@@ -91,12 +100,16 @@ def near(ours: Any, theirs: Any, what: str, bound: float = 1e-5) -> None:
     assert worst < bound * max(1.0, np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0)), f"{what} differs by {worst}"
 
 
+def reference_of(found: dict, run: tuple[str, str]) -> dict[str, Any]:
+    return found[run[0], REFERENCES[layers_under(run[1])]]
+
+
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", COMPARED, ids=" ".join)
 def test_values_advantages_and_returns_are_those_of_one_process(found, run):
-    reference, result = found[run[0], "reference"]["advantages"], found[run]["advantages"]
+    reference, result = reference_of(found, run)["advantages"], found[run]["advantages"]
     assert result.keys() == (reference.keys() if run[1] in WITH_OTHERS else {"case"})
     for name, ours in result.items():
         theirs = reference[name]
@@ -109,7 +122,7 @@ def test_values_advantages_and_returns_are_those_of_one_process(found, run):
 
 @pytest.mark.parametrize("run", COMPARED, ids=" ".join)
 def test_losses_and_gradients_are_those_of_one_process(found, run):
-    reference, result = found[run[0], "reference"], found[run]
+    reference, result = reference_of(found, run), found[run]
     assert reference["micro_batches"] > 1 and (run[1] != "large micro-batches" or result["micro_batches"] == 1)
     assert result["metrics"].keys() == reference["metrics"].keys()
     for name, theirs in reference["metrics"].items():
@@ -128,7 +141,7 @@ def test_losses_and_gradients_are_those_of_one_process(found, run):
 
 @pytest.mark.parametrize("run", COMPARED, ids=" ".join)
 def test_weights_after_a_step_are_those_of_one_process(found, run):
-    reference, result = found[run[0], "reference"]["weights"], found[run]["weights"]
+    reference, result = reference_of(found, run)["weights"], found[run]["weights"]
     assert result.keys() == reference.keys() == ({"policy", "critic"} if run[0] == "gae" else {"policy"})
     for learner, weights in reference.items():
         for tensor, theirs in weights.items():
@@ -327,8 +340,9 @@ def test_parts_of_a_sample_have_no_single_reward_to_add_to(found):
 
 def test_the_critic_is_what_transformers_makes_of_its_folder(found, models, seed):
     """Values of the states before each token and behind the last, and the gradient of the first update's loss."""
+    *_, folder = models[2]
     model = AutoModelForSequenceClassification.from_pretrained(
-        models[2], dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     made = found["gae", "reference"]["advantages"]["case"]
     trajectories = make_trajectories(seed)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layouts import make_config
 from preference_ranks import DPO, REWARD, learn, make_comparisons
+from ranks import fresh_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from weights import classifier
@@ -32,9 +33,7 @@ def trainer_of():
 
 
 def seed_of_the_test() -> int:
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"seed {seed}")
-    return seed
+    return fresh_seed()
 
 
 def sigmoid_loss(margin: Tensor) -> Tensor:

@@ -6,62 +6,74 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from covering import SPLITS, layers_of, parallel_of
 from preference_ranks import DPO, REWARD
-from ranks import run_ranks, without_ties
-from test_parity import EPS, TWO_RANKS
+from ranks import fresh_seed, run_ranks, without_ties
 from weights import classifier
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 
 
-LAYOUTS = {
-    name: TWO_RANKS[name] for name in ("tp2_sp", "pp2", "pp2_interleaved", "ep2", "cp2", "dp2_distributed_optimizer")
-}
-FOUR = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}, "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}}}
-ONE = {"reference": {}, "large_micro_batches": {"batch": {"tokens_per_micro_batch": 4096}}}
+EPS = 1e-3
+"""As in test_parity.py: steps of Adam differ by what gradients do."""
+KINDS = {"reward": [*REWARD], "policy": [*DPO]}
+LAYOUTS = [(layouts[0], kind) for layouts in SPLITS.values() for kind in KINDS]
+FOUR = [("tp2_cp2", "reward"), ("pp2_ep2", "policy")]
+LARGE = [("large_micro_batches", kind) for kind in KINDS]
+COMPARED = [*LAYOUTS, *FOUR, *LARGE]
 
 
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
-    models = [str(tiny_model("qwen3_moe", "--layers", "4", *more)) for more in ((), ("--seed", "1"))]
+    """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference"."""
     # With a head from the start: behind one of zeros nothing else has a gradient.
-    head = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"head of seed {head}")
-    models.append(str(classifier(Path(models[0]), tmp_path_factory.mktemp("models") / "classifier", head)))
+    head = fresh_seed()
+    models = {}
+    for layers in (2, 4):
+        both = [str(tiny_model("qwen3_moe", "--layers", str(layers), *more)) for more in ((), ("--seed", "1"))]
+        out = tmp_path_factory.mktemp("models") / "classifier"
+        models[layers] = [*both, str(classifier(Path(both[0]), out, head))]
 
-    def run(seed: int, world_size: int, layouts: dict[str, dict]) -> dict[str, dict]:
-        arguments = (models, [{"optimizer": {"eps": EPS}, **layout} for layout in layouts.values()], seed)
-        alone = world_size == 1
-        ranks = run_ranks(world_size, "preference_ranks:run_layouts", arguments, timeout=540.0, refuse_ties=alone)
-        return dict(zip(layouts, ranks[0], strict=True))
+    def run(seed: int, world_size: int, runs: list[tuple[str, str, int]], **options: bool) -> dict:
+        arguments = []
+        for layout, kind, layers in runs:
+            overrides = {"parallel": parallel_of(layout)} if world_size > 1 else {}
+            if layout == "large_micro_batches":
+                overrides = {"batch": {"tokens_per_micro_batch": 4096}}
+            arguments.append((kind == "reward", *models[layers], {"optimizer": {"eps": EPS}, **overrides}))
+        ranks = run_ranks(world_size, "preference_ranks:run_layouts", (arguments, seed), timeout=540.0, **options)
+        return dict(zip(runs, ranks[0], strict=True))
 
-    seed, results = without_ties(lambda seed: (seed, run(seed, 1, ONE)))
-    return results | run(seed, 2, LAYOUTS) | run(seed, 4, FOUR)
+    references = [("reference", kind, layers) for layers in (2, 4) for kind in KINDS]
+    seed, results = without_ties(lambda seed: (seed, run(seed, 1, references, refuse_ties=True)))
+    for world_size, runs in ((1, LARGE), (2, LAYOUTS), (4, FOUR)):
+        results |= run(seed, world_size, [(*one, layers_of(one[0])) for one in runs])
+    return results
 
 
-@pytest.mark.parametrize("loss", [*REWARD, *DPO])
-def test_a_loss_and_its_gradients_are_those_of_one_process(found, loss):
-    reference = found["reference"][loss]
-    assert reference["micro_batches"] > 1 and found["large_micro_batches"][loss]["micro_batches"] == 1
+@pytest.mark.parametrize(
+    ("layout", "loss"), [(layout, loss) for layout, kind in COMPARED for loss in KINDS[kind]], ids=str
+)
+def test_a_loss_and_its_gradients_are_those_of_one_process(found, layout, loss):
+    kind, layers = "reward" if loss in REWARD else "policy", layers_of(layout)
+    reference, result = found["reference", kind, layers][loss], found[layout, kind, layers][loss]
+    assert reference["micro_batches"] > 1 and (layout != "large_micro_batches" or result["micro_batches"] == 1)
     assert max(np.abs(g).max() for g in reference["grads"].values()) > 1e-3, "gradients too small to compare"
-    for layout, results in found.items():
-        result = results[loss]
-        assert result["metrics"].keys() == reference["metrics"].keys()
-        for name, theirs in reference["metrics"].items():
-            # Of 60 steps: where rounding turns two around, or moves one to the next bin, these jump by 0.002 and 0.03.
-            rough = {"preference/auc": 0.01, "preference/calibration_error": 0.07} if loss == "cross_entropy" else {}
-            near = pytest.approx(theirs, rel=1e-5, abs=rough.get(name, 1e-5))
-            assert result["metrics"][name] == near, f"{layout}: {name} is {result['metrics'][name]}, not {theirs}"
-        assert result["norm"] == pytest.approx(reference["norm"], rel=1e-5)
-        assert result["grads"].keys() == reference["grads"].keys()
-        for tensor, grad in reference["grads"].items():
-            worst = np.abs(result["grads"][tensor] - grad).max()
-            assert worst < 1e-5, f"{layout}: gradient of {tensor} differs by {worst}"
+    assert result["metrics"].keys() == reference["metrics"].keys()
+    for name, theirs in reference["metrics"].items():
+        # Of 60 steps: where rounding turns two around, or moves one to the next bin, these jump by 0.002 and 0.03.
+        rough = {"preference/auc": 0.01, "preference/calibration_error": 0.07} if loss == "cross_entropy" else {}
+        near = pytest.approx(theirs, rel=1e-5, abs=rough.get(name, 1e-5))
+        assert result["metrics"][name] == near, f"{name} is {result['metrics'][name]}, not {theirs}"
+    assert result["norm"] == pytest.approx(reference["norm"], rel=1e-5)
+    assert result["grads"].keys() == reference["grads"].keys()
+    for tensor, grad in reference["grads"].items():
+        worst = np.abs(result["grads"][tensor] - grad).max()
+        assert worst < 1e-5, f"gradient of {tensor} differs by {worst}"
 
 
-@pytest.mark.parametrize("weights", ["reward weights", "policy weights"])
-def test_weights_after_all_updates_are_those_of_one_process(found, weights):
-    for layout, results in found.items():
-        for tensor, theirs in found["reference"][weights].items():
-            worst = np.abs(results[weights][tensor] - theirs).max()
-            assert worst < 1e-5, f"{layout}: {tensor} differs by {worst}"
+@pytest.mark.parametrize(("layout", "kind"), COMPARED)
+def test_weights_after_all_updates_are_those_of_one_process(found, layout, kind):
+    for tensor, theirs in found["reference", kind, layers_of(layout)]["weights"].items():
+        worst = np.abs(found[layout, kind, layers_of(layout)]["weights"][tensor] - theirs).max()
+        assert worst < 1e-5, f"{tensor} differs by {worst}"

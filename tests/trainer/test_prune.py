@@ -11,7 +11,7 @@ import pytest
 import torch
 from models.planted import DEAD_EXPERTS, EXPERTS, IDLE_LAYERS, LAYERS, planted
 from models.test_convert import read_folder
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.compression.structured_pruning import REPORT
@@ -56,8 +56,7 @@ def pruned(tmp_path_factory):
 
     Also of runs on two processes, by the key that is 2, and of one that puts zeros into what is left ("zeros").
     """
-    folder, seed = tmp_path_factory.mktemp("planted"), random.randrange(2**31)
-    print(f"seed {seed}")
+    folder, seed = tmp_path_factory.mktemp("planted"), fresh_seed()
     rng, found = random.Random(seed), {}
     config, commands = write_config(folder, rng), {}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from distillation_ranks import LAYOUTS, check_teacher, update_once
 from layouts import make_config, make_samples
-from ranks import run_ranks, without_ties
+from ranks import fresh_seed, run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -105,7 +105,7 @@ def test_an_update_descends_the_loss_written_out_by_hand(direction, task, studen
 def test_the_whole_vocabulary_recorded_is_the_teacher_itself(direction, student, tiny_model):
     """The value and gradients of distillation.teacher, of which the record holds all log-probs."""
     teacher = str(tiny_model("qwen3", "--seed", "5"))
-    samples = make_samples(int(np.random.SeedSequence().entropy % 2**32), 6, 200)
+    samples = make_samples(fresh_seed(), 6, 200)
     theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, attn_implementation="eager")
     settings = {"direction": direction, "task_coefficient": 0.3}
     running = update_once(make_config(student, {"distillation": settings | {"teacher": teacher}}), samples)

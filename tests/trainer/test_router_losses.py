@@ -7,7 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from ranks import NearTie, run_ranks, without_ties
+from covering import parallel_of
+from ranks import NearTie, fresh_seed, run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -22,12 +23,8 @@ of it."""
 BOTH = {"model": {"moe_aux_loss": WEIGHT, "moe_z_loss": WEIGHT / 2}}
 EACH_ALONE = {"batch": {"tokens_per_micro_batch": 39}}
 """A micro-batch for each of the sequences below; as in two data-parallel ranks."""
-LAYOUTS = {
-    "tp2": {"parallel": {"tensor": 2}},
-    "cp2": {"parallel": {"context": 2}},
-    "ep2": {"parallel": {"expert": 2}},  # two data-parallel ranks too
-    "pp2": {"parallel": {"pipeline": 2}},
-}
+# ep2 is two data-parallel ranks too.
+LAYOUTS = {name: {"parallel": parallel_of(name)} for name in ("tp2_sp", "cp2", "ep2", "pp2")}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,7 @@ def assert_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], ne
 
 def test_the_terms_are_those_of_the_definitions():
     """Also by Hugging Face's function, which is k times as large."""
-    torch.manual_seed(seed := int(np.random.SeedSequence().entropy % 2**31))
+    torch.manual_seed(seed := fresh_seed())
     print(f"seed {seed}")
     logits = torch.randn(41, 6, dtype=torch.float64) * 3
     scores = logits.softmax(-1)
@@ -153,7 +150,7 @@ def test_several_micro_batches_on_every_layout(model):
     cases, one = without_ties(attempt)
     layouts = [BOTH | EACH_ALONE | layout for layout in LAYOUTS.values()]
     more = {"recompute": "full", "head_chunk_tokens": 7}
-    layouts += [layouts[0] | {"model": BOTH["model"] | more}]  # tp2
+    layouts += [layouts[0] | {"model": BOTH["model"] | more}]  # tp2_sp
     two = run_ranks(2, "router_ranks:of_losses", (model, layouts, cases), timeout=400)[0]
     for place, (name, samples) in enumerate(cases):
         if name == "smoothed":  # the head's vocabulary in two, and in chunks
@@ -188,7 +185,7 @@ def test_biases_move_toward_even_loads(tiny_model):
         one = run_ranks(1, "router_ranks:biases", (deepseek, [rate], samples, 2), refuse_ties=True)[0][0]
         maps = np.stack([np.stack(of_layer) for of_layer in one["maps"].values()]).astype(float)
         assert maps.shape[1:3] == (2, 32)
-        parts = {"tp2": maps[:, :, :16], "cp2": maps[:, :, np.r_[:8, 24:32]], "ep2": maps[:, :1]}
+        parts = {"tp2_sp": maps[:, :, :16], "cp2": maps[:, :, np.r_[:8, 24:32]], "ep2": maps[:, :1]}
         whole = directions(maps)
         for name, part in parts.items():
             if np.array_equal(directions(part), whole):

@@ -8,26 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks, without_ties
+from covering import parallel_of
+from ranks import fresh_seed, run_ranks, without_ties
 from scorer_ranks import make_texts, make_trajectories
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from weights import classifier
 
 from tests.judge_server import Scripted, fenced, nonce_of
 
-LAYOUTS = {
-    "tp2": {"parallel": {"tensor": 2}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "cp2": {"parallel": {"context": 2}},
-    "ep2": {"parallel": {"expert": 2}},
-}
+LAYOUTS = {name: {"parallel": parallel_of(name)} for name in ("tp2_sp", "pp2", "cp2", "ep2")}
 
 
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
     """(expected, layout -> rewards by ids of trajectories, and of texts in steps)."""
-    head = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"head of seed {head}")
+    head = fresh_seed()
     model = str(tiny_model("qwen3_moe", "--layers", "2"))
     folder = str(classifier(Path(model), tmp_path_factory.mktemp("models") / "classifier", head))
     judge = Scripted(lambda text: "Hm." if unjudged(fenced(text)) else f"VERDICT {nonce_of(text)}: {len(fenced(text))}")

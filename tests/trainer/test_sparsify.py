@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from models.test_convert import read_folder
-from ranks import run_ranks
+from ranks import fresh_seed, run_ranks
 from trainer.layouts import make_samples
 from transformers import AutoModelForCausalLM
 
@@ -36,15 +37,21 @@ def check_rows(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
     assert (ours - theirs)[same].norm() <= 1e-2 * theirs.norm(), name
 
 
-def test_zeros_are_the_same_on_every_layout(tiny_model):
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"seed {seed}")
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+CASES = [(FAMILIES[number % 2], layout) for number, layout in enumerate(LAYOUTS)]
+REST = [case for case in product(FAMILIES, LAYOUTS) if case not in CASES]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(CASES, id="by turns"), pytest.param(REST, id="rest", marks=pytest.mark.long)]
+)
+def test_zeros_are_the_same_on_every_layout(cases, tiny_model):
+    seed = fresh_seed()
     rng, worlds = random.Random(seed), []
-    for family in ("qwen3_moe", "deepseek_v3"):
+    for family, layout in cases:
         model = str(tiny_model(family, "--layers", "2"))
-        for layout, sizes in LAYOUTS.items():
-            prune = {"sparsity": rng.choice(["2:4", "unstructured"]), "method": rng.choice(["wanda", "sparsegpt"])}
-            worlds.append((f"{family} {layout} {prune}", model, {"prune": prune, "parallel": sizes}, seed))
+        prune = {"sparsity": rng.choice(["2:4", "unstructured"]), "method": rng.choice(["wanda", "sparsegpt"])}
+        worlds.append((f"{family} {layout} {prune}", model, {"prune": prune, "parallel": LAYOUTS[layout]}, seed))
     alone = run_ranks(1, "trainer.prune_ranks:sparsified", ([(m, {"prune": o["prune"]}, s) for _, m, o, s in worlds],))
     both = run_ranks(2, "trainer.prune_ranks:sparsified", ([world[1:] for world in worlds],), timeout=400)
     for index, (name, *_) in enumerate(worlds):
@@ -57,8 +64,7 @@ def test_zeros_are_the_same_on_every_layout(tiny_model):
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_zeros_are_those_of_the_method(method, tiny_model):
     """By transformers' modules, one layer after the other, each behind those that have their zeros."""
-    folder, seed = tiny_model("qwen3", "--layers", "2"), random.randrange(2**31)
-    print(f"seed {seed}")
+    folder, seed = tiny_model("qwen3", "--layers", "2"), fresh_seed()
     left_out = "decoder.layers.1.self_attention.linear_proj.weight"
     targets = ["*.linear_[fq]*", "decoder.layers.0.*.linear_proj.weight"]
     prune = {"sparsity": "1:4", "method": method, "targets": targets}

@@ -53,11 +53,11 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     if not (run / "config.yaml").exists():
         raise UserError(f"report: {run} holds no run (no config.yaml)")
     config = with_folders(load_config(run / "config.yaml", overrides), "attribution")
-    step, version, weights = _choose(run, config, step)
+    step, version, weights = _choose(run, config.checkpoint.load, step)
     hf_config, machine = read_hf_config(config.model.path), this_machine()
     check_precision(config.precision, machine, rolls_out=False)
     check_parallel(hf_config, config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
-    activate_flash(config, hf_config, machine)
+    activate_flash(config.model, config.precision, hf_config, machine)
     ranks = parallel.initialize(config.parallel, config.seed)
     try:
         files = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))
@@ -71,12 +71,12 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     return found
 
 
-def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path | None]:
+def _choose(run: Path, loaded: str | None, step: int | None) -> tuple[int, int, Path | None]:
     """A recorded step, that of the weights that sampled it, and their checkpoint (None: the model folder's own)."""
     recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
     if not recorded:
         raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
-    weights: dict[int, Path | None] = {0: Path(config.checkpoint.load) if config.checkpoint.load else None}
+    weights: dict[int, Path | None] = {0: Path(loaded) if loaded else None}
     weights |= {checkpoint.step_of(path): path for path in checkpoint.complete_checkpoints(run / "checkpoints")}
     refreshed = [line for line in read_json_lines(run / METRICS_FILE) if line.get("sync/staleness")]  # by drift
     ages = {line["step"] - 1: int(line["sync/staleness"]) for line in refreshed}

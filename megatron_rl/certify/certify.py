@@ -41,7 +41,7 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
     """
     config = certified(config, prompts, tokens)
     with Run(config, kind="sample") as run:
-        check_served(config, run.hf_config, pushes=False)
+        check_served(config.model.path, config.precision.rollout, config.rollout.server, run.hf_config, pushes=False)
         asked = run.stream.next(prompts)
         of_engine: list[Sides] = []  # on rank 0 alone, as they are large
 
@@ -123,7 +123,7 @@ def _ask(run: Run, prompts: list[Prompt], tokens: int) -> Sides:
     with tempfile.TemporaryDirectory(prefix="certify-", dir=run.folder) as folder:
         trace = Path(folder) / "trace"
         trace.mkdir()
-        [gpus, *_] = place_here(config, trains=False)
+        [gpus, *_] = place_here(config.rollout, trains=False)
         run.logger.say(f"engine: {config.model.path} is being loaded")
         server = RolloutServer.from_config(
             config,

@@ -1,23 +1,39 @@
-"""Refusals of what `precision.identical` cannot keep equal to the last bit."""
+"""Rules of what `precision.identical` cannot keep equal to the last bit."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config
+from megatron_rl.checks.rules import Rule, Rules
+from megatron_rl.config import (
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    PruningConfig,
+    RolloutConfig,
+    RoutingConfig,
+)
 from megatron_rl.config.plan import expert_tensor_size
-from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.precision import Machine
 
 
-def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
-    """Errors: UserError naming the key and what to set it to."""
-    if not config.precision.identical:
-        return
-    precision, parallel, model, sampling = config.precision, config.parallel, config.model, config.rollout.sampling
+def identical(
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    lora: LoRAConfig,
+    routing: RoutingConfig,
+    rollout: RolloutConfig,
+    pruning: PruningConfig,
+    hf_config: PreTrainedConfig,
+    machine: Machine,
+) -> Rules:
+    """Rules of other operators, and of other orders of sums, than the engine's."""
+    sampling, server = rollout.sampling, rollout.server
     experts = expert_count(hf_config) > 0
-    problems = (
+    for wrong, problem in (
         (
             machine.gpu is not None,
             "trainer and engine share operators on the CPU alone, and this machine has a GPU; set precision.identical: false",
@@ -42,18 +58,18 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
             "model.moe_router_fusion: a fused router is not the engine's; set it to false",
         ),
         (
-            config.lora.rank > 0,
+            lora.rank > 0,
             "lora.rank: the trainer adds an adapter's output, where the engine has it in its weights; set it to 0",
         ),
         (
-            config.routing.source in ("pr2", "pr3"),
+            routing.source in ("pr2", "pr3"),
             (
-                f"routing.source = {config.routing.source}: one side alone chooses experts by predictors; none is enough, as"
+                f"routing.source = {routing.source}: one side alone chooses experts by predictors; none is enough, as"
                 " both choose the same"
             ),
         ),
         (
-            config.routing.replay_gates or config.rollout.gates,
+            routing.replay_gates or rollout.gates,
             "routing.replay_gates and rollout.gates: the trainer's gates are the engine's already; leave them out",
         ),
         (
@@ -68,17 +84,15 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
             ),
         ),
         (
-            config.pruning.engine_rho is not None,
+            pruning.engine_rho is not None,
             "pruning.engine_rho: another safe set than the trainer's has other log-probs; leave it out",
         ),
         (
-            config.rollout.server.tensor > 1,
+            server.tensor > 1,
             (
-                f"rollout.server.tensor = {config.rollout.server.tensor}: SGLang sums the shares of its ranks in another order;"
+                f"rollout.server.tensor = {server.tensor}: SGLang sums the shares of its ranks in another order;"
                 " set it to 1, and start more servers (rollout.server.count)"
             ),
         ),
-    )
-    for wrong, problem in problems:
-        if wrong:
-            raise UserError(f"config: precision.identical: {problem}")
+    ):
+        yield Rule(precision.identical and wrong, f"precision.identical: {problem}")

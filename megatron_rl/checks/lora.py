@@ -1,4 +1,4 @@
-"""Checks of adapters: keys that do nothing, layers that are not there, and what adapters cannot go with."""
+"""Rules of adapters: layers that are not there, and what Megatron-Bridge, PEFT and SGLang have no form for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import FROM_ENGINE, Config, LoRAConfig
+from megatron_rl.checks.rules import Rule, Rules
+from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig, SyncConfig
 from megatron_rl.config.plan import Kind, expert_tensor_size
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
@@ -17,61 +18,43 @@ from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, parameter_names
 
 
-def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Errors: UserError naming the key."""
-    lora = config.lora
+def adapted_layers(
+    lora: LoRAConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    sync: SyncConfig,
+    hf_config: PreTrainedConfig,
+    kind: Kind,
+) -> Rules:
+    """Rules of the layers that get an adapter, and of adapters to start from."""
     if not lora.rank:
         return
     names = parameter_names(Shape.from_config(hf_config))
     targets = _targets(lora, names)
-    _check_layout(config, targets)
+    yield from _layout(lora, parallel, targets)
     if lora.kind == "dora":
-        _check_dora(config, targets, names)
+        yield from _dora(parallel, targets, names)
     registry = make_bridge(hf_config).mapping_registry()
     for name in {any_number(name): name for name in targets}.values():
         check_form(registry, name.removesuffix(".weight"))
-    for key, contradicts, why, remedy in (
-        (
-            f"model.freeze = {config.model.freeze}",
-            bool(config.model.freeze),
-            "adapters leave all weights as they are",
-            "leave it out",
-        ),
-        (
-            "model.keep_zeros",
-            bool(config.model.keep_zeros),
-            "what is merged adds B A to zeros too",
-            "leave it out",
-        ),
-        (
-            "vp2o.enabled",
-            config.vp2o.enabled and kind == "train",
-            "it transforms gradients of the experts' weights, which have none",
-            "set it to false",
-        ),
-        (
-            f"precision.train = {config.precision.train}",
-            TRAIN[config.precision.train].block is not None,
-            "the engine rounds the merged weights, and the trainer would round the model's own",
-            "take bf16 or fp32",
-        ),
-        (
-            f"lora.dropout = {lora.dropout:g} with algorithm.on_policy",
-            lora.dropout > 0 and config.algorithm.on_policy and kind == "train",
-            "an update's policy lacks a part of what sampled",
-            "set it to 0",
-        ),
-    ):
-        if contradicts:
-            raise UserError(f"config: {key} with lora.rank = {lora.rank}: {why}; {remedy}, or set lora.rank: 0")
-    if config.sync.adapters == "unmerged" and kind == "train":
-        _check_unmerged(config, targets)
+    yield Rule(
+        TRAIN[precision.train].block is not None,
+        f"precision.train = {precision.train} with lora.rank = {lora.rank}: the engine rounds the merged weights, and the"
+        " trainer would round the model's own; take bf16 or fp32, or set lora.rank: 0",
+    )
+    unserved = next((name for name in targets if EXPERTS in name or ".router." in name), None)
+    yield Rule(
+        sync.adapters == "unmerged" and kind == "train" and unserved,
+        f"sync.adapters = unmerged: lora.targets has {unserved}: SGLang 0.5.23 dies of adapters of such layers; take"
+        " lora.targets: ['*.self_attention.linear_*'], or set sync.adapters: merged",
+    )
     if lora.path is not None:
         check_folder(lora.path, "config: lora.path")
-        folder = read_folder(Path(lora.path))
-        if bool(folder.settings.get("use_dora")) != (lora.kind == "dora"):
-            found = "dora" if folder.settings.get("use_dora") else "lora"
-            raise UserError(f"config: lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}")
+        found = "dora" if read_folder(Path(lora.path)).settings.get("use_dora") else "lora"
+        yield Rule(
+            found != lora.kind,
+            f"lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}",
+        )
 
 
 def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
@@ -93,81 +76,43 @@ def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
     return chosen
 
 
-def _check_layout(config: Config, targets: list[str]) -> None:
-    lora, parallel = config.lora, config.parallel
-    experts = [name for name in targets if EXPERTS in name]
-    if experts and expert_tensor_size(parallel) > 1:
-        raise UserError(
-            f"config: parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {experts[0]}: Megatron-Bridge"
-            " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets"
-        )
-    if parallel.tensor > 1 and (whole := [name for name in targets if name.endswith("_down_proj.weight")]):
-        raise UserError(
-            f"config: parallel.tensor = {parallel.tensor} with an adapter of {whole[0]}: Transformer Engine has that layer"
-            " whole on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
-            " parallel.tensor: 1"
-        )
-    if lora.rank % parallel.tensor:
-        raise UserError(
-            f"config: lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
-            f" take {-(-lora.rank // parallel.tensor) * parallel.tensor}"
-        )
+def _layout(lora: LoRAConfig, parallel: ParallelConfig, targets: list[str]) -> Rules:
+    of_experts = next((name for name in targets if EXPERTS in name), None)
+    yield Rule(
+        of_experts and expert_tensor_size(parallel) > 1,
+        f"parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {of_experts}: Megatron-Bridge"
+        " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets",
+    )
+    whole = next((name for name in targets if name.endswith("_down_proj.weight")), None)
+    yield Rule(
+        parallel.tensor > 1 and whole,
+        f"parallel.tensor = {parallel.tensor} with an adapter of {whole}: Transformer Engine has that layer"
+        " whole on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
+        " parallel.tensor: 1",
+    )
+    yield Rule(
+        lora.rank % parallel.tensor,
+        f"lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
+        f" take {-(-lora.rank // parallel.tensor) * parallel.tensor}",
+    )
 
 
-def _check_dora(config: Config, targets: list[str], names: set[str]) -> None:
-    """Refuse what Megatron-Bridge's layer computes wrongly."""
-    if config.parallel.tensor > 1:
-        raise UserError(
-            f"config: lora.kind = dora with parallel.tensor = {config.parallel.tensor}: Megatron-Bridge takes the length of"
-            " a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora"
+def _dora(parallel: ParallelConfig, targets: list[str], names: set[str]) -> Rules:
+    """Rules of what Megatron-Bridge's layer computes wrongly."""
+    yield Rule(
+        parallel.tensor > 1,
+        f"lora.kind = dora with parallel.tensor = {parallel.tensor}: Megatron-Bridge takes the length of"
+        " a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora",
+    )
+    for name in targets:
+        yield Rule(
+            EXPERTS in name or ".router." in name,
+            f"lora.kind = dora has no form for {name}; take attention and dense layers alone: lora.targets:"
+            " ['*.self_attention.linear_*', '*.mlp.linear_fc*'], or lora.kind: lora",
         )
-    if wrong := [name for name in targets if EXPERTS in name or ".router." in name]:
-        raise UserError(
-            f"config: lora.kind = dora has no form for {wrong[0]}; take attention and dense layers alone: lora.targets:"
-            " ['*.self_attention.linear_*', '*.mlp.linear_fc*'], or lora.kind: lora"
+    for name in targets:
+        yield Rule(
+            name.removesuffix("weight") + "bias" in names,
+            f"lora.kind = dora of {name}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
+            " out of lora.targets, or take lora.kind: lora",
         )
-    if biased := [name for name in targets if name.removesuffix("weight") + "bias" in names]:
-        raise UserError(
-            f"config: lora.kind = dora of {biased[0]}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
-            " out of lora.targets, or take lora.kind: lora"
-        )
-
-
-def _check_unmerged(config: Config, targets: list[str]) -> None:
-    """Refuse what SGLang does not serve beside a model."""
-    for key, contradicts, why, remedy in (
-        (
-            "lora.targets",
-            next((name for name in targets if EXPERTS in name or ".router." in name), None),
-            "SGLang 0.5.23 dies of adapters of such layers",
-            "take lora.targets: ['*.self_attention.linear_*']",
-        ),
-        (
-            "routing.source = pr3",
-            config.routing.source == "pr3",
-            "the engine's predictors would not get what the trainer's have learned",
-            "take pr2 or r3",
-        ),
-        (
-            "rollout.record with routes of the engine",
-            config.rollout.record and (config.rollout.routes or config.routing.source in FROM_ENGINE),
-            "a record says whose routes it has by a digest of all weights",
-            "set rollout.record: false",
-        ),
-        ("lora.kind = dora", config.lora.kind == "dora", "SGLang knows no lengths of rows", "set lora.kind: lora"),
-        (
-            "rollout.colocate",
-            config.rollout.colocate,
-            "servers lose their adapters when they sleep",
-            "set rollout.colocate: false",
-        ),
-        (
-            "precision.rollout = fp8",
-            config.precision.rollout == "fp8",
-            "the model's own weights would not be those that the trainer has",
-            "set precision.rollout: bf16",
-        ),
-    ):
-        if contradicts:
-            what = f"{key} has {contradicts}" if isinstance(contradicts, str) else key
-            raise UserError(f"config: sync.adapters = unmerged: {what}: {why}; {remedy}, or set sync.adapters: merged")

@@ -200,7 +200,7 @@ def _mask_bytes(config: Config, weights: list[Weight]) -> int:
 
 def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
     """Bytes of the frozen reference on the model's own layout; with adapters it is the model itself."""
-    folder = reference_of(config, run)
+    folder = reference_of(config.model.path, config.dpo, config.policy_reference, run)
     own = config.lora.rank > 0 and Path(folder or "").resolve() == Path(config.model.path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
     return TRAIN[config.precision.train].dtype.itemsize * held

@@ -11,14 +11,31 @@ from transformers import PreTrainedConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.algorithms.stein import neighborhood
-from megatron_rl.checks.architecture import check_routers, check_teacher
+from megatron_rl.checks.architecture import routers, teacher_folder
 from megatron_rl.checks.fit import check_fits
-from megatron_rl.checks.identical_precision import check_identical
-from megatron_rl.checks.keys import check_memory_savers
-from megatron_rl.checks.lora import check_lora
-from megatron_rl.checks.preference_learning import check_preferences
-from megatron_rl.checks.prune_command import check_prune
-from megatron_rl.config import OF_TOKENS, Config
+from megatron_rl.checks.identical_precision import identical
+from megatron_rl.checks.lora import adapted_layers
+from megatron_rl.checks.model_keys import adapters, memory_savers
+from megatron_rl.checks.preference_learning import judges, pooling, process_rewards, reference, scorers
+from megatron_rl.checks.prune_command import pruned_model
+from megatron_rl.checks.rules import Check, Rule, Rules, errors_of, refuse
+from megatron_rl.config import (
+    OF_TOKENS,
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    DistillationConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    PruningConfig,
+    RewardsConfig,
+    RolloutConfig,
+    RoutingConfig,
+    SyncConfig,
+    VP2OConfig,
+)
+from megatron_rl.config.conditions import LEARNING
 from megatron_rl.config.credentials import key_of
 from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, critic_config
 from megatron_rl.config.registry import resolve
@@ -45,202 +62,188 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
 
     Errors: UserError naming the key or the file.
     """
-    hf_config = read_hf_config(config.model.path)
-    machine, from_data = this_machine(), kind in OFFLINE
-    check_precision(config.precision, machine, trains=kind != "sample", rolls_out=not from_data)
-    check_parallel(hf_config, config.parallel, world_size)
-    check_identical(config, hf_config, machine)
-    if not from_data:
-        rollout_program(config.rollout.program)
-    if not from_data and not config.rollout.external:
-        _check_extra_args(config, hf_config)
-    _check_places(config, kind)
-    check_preferences(config, kind, world_size)
-    if kind not in READ_ONLY:
-        check_teacher(config, hf_config, kind, world_size)
-    if kind == "prune":
-        check_prune(config, hf_config, world_size)
-    if kind == "train":
-        key_of(config.distillation.api_key, "distillation.api_key")  # both are asked after the first responses only
-        for name, scorer in config.rewards.models.items():
-            key_of(scorer.api_key, f"rewards.models.{name}.api_key")
-        _check_algorithm(config)
-        _check_critic(config, world_size, machine)
-        for name in config.hooks:
-            resolve("hook", name, {}, "hooks")
-        source = config.routing.source
-        if source != "none" and not expert_count(hf_config):
-            raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use none")
-    if kind not in READ_ONLY:
-        _check_vp2o(config, hf_config)
-        _check_weights(config, hf_config, kind)
-        check_routers(config, hf_config, kind)
-        check_lora(config, hf_config, kind)
-    if kind != "sample":
-        _check_packages(config, machine)
-        _check_kernels(config, hf_config, machine)
-        activate_flash(config, hf_config, machine)
-    if kind not in READ_ONLY:
-        check_memory_savers(config, machine)
-        if torch.cuda.is_available():
-            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
-    if kind == "train" and machine.gpu and shares_expandable_memory(transport_class(config.sync.transport), os.environ):
-        raise UserError(
-            f"config: sync.transport = {config.sync.transport} shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks"
-            " for expandable_segments, which torch shares with no other process; take it out, or set sync.transport:"
-            f" {instead(colocate=config.rollout.colocate, shares_memory=False)}"
-        )
+    hf_config, machine = read_hf_config(config.model.path), this_machine()
+    facts = {"kind": kind, "world_size": world_size, "hf_config": hf_config, "machine": machine}
+    refuse(config, *(check for check, kinds in RULES.items() if kind in kinds), **facts)
+    if kind == "train" and config.algorithm.advantage == "gae":
+        _check_critic(config, facts)
+    if kind not in READ_ONLY and torch.cuda.is_available():
+        check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
     return hf_config
 
 
-def _check_algorithm(config: Config) -> None:
-    """Refuse functions of the user's own that are not there, and a loss without the ratio to correct. Errors: UserError."""
-    if config.algorithm.advantage not in OF_TOKENS:
-        estimator(config.algorithm)
-    loss = policy_loss(config.algorithm)
-    if config.correction.bypass and not loss.has_ratio:
-        raise UserError(
-            f"config: correction.bypass with algorithm.loss = {config.algorithm.loss}, which has no ratio that could start from"
-            " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
-        )
-
-
-def _check_critic(config: Config, world_size: int, machine: Machine) -> None:
-    """Refuse a critic that cannot learn beside the policy, or leaves it no step. Errors: UserError."""
-    if config.algorithm.advantage != "gae":
-        return
+def _check_critic(config: Config, facts: dict) -> None:
     critic, own = config.critic, critic_config(config)
     if critic.path is not None:
         check_folder(critic.path, "config: critic.path")
     hf_config = read_hf_config(own.model.path)
-    try:
-        check_parallel(hf_config, config.parallel, world_size)
-        check_memory_savers(own, machine)
-    except UserError as error:
-        raise UserError(f"{error} (of the critic)") from None
+    with errors_of("of the critic"):
+        check_parallel(hf_config, config.parallel, facts["world_size"])
+        refuse(own, memory_savers, adapters, adapted_layers, **facts | {"kind": "sft", "hf_config": hf_config})
     if critic.path is not None:
         check_same_tokenizer(config.model.path, critic.path, "critic.path")
-    if config.lora.rank:
-        try:
-            check_lora(own, hf_config, "sft")
-        except UserError as error:
-            raise UserError(f"{error} (of the critic)") from None
-    check_patterns(
-        critic.freeze,
-        parameter_names(Shape.from_config(hf_config, value_head=True)),
-        in_all_layers=not config.parallel.distributed_optimizer,
-        key="critic.freeze",
-    )
+    names = parameter_names(Shape.from_config(hf_config, value_head=True))
+    in_all_layers = not config.parallel.distributed_optimizer
+    check_patterns(critic.freeze, names, in_all_layers=in_all_layers, key="critic.freeze")
 
 
-def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
+def _precision(
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    hf_config: PreTrainedConfig,
+    machine: Machine,
+    kind: Kind,
+    world_size: int,
+) -> None:
+    check_precision(precision, machine, trains=kind != "sample", rolls_out=kind not in OFFLINE)
+    check_parallel(hf_config, parallel, world_size)
+
+
+def _outside(
+    kind: Kind,
+    rollout: RolloutConfig,
+    distillation: DistillationConfig,
+    rewards: RewardsConfig,
+    hooks: list[str],
+) -> None:
+    """Look up what the user has written elsewhere: programs, hooks and keys."""
+    rollout_program(rollout.program)
+    if kind != "train":
+        return
+    key_of(distillation.api_key, "distillation.api_key")  # both are asked after the first responses only
+    for name, scorer in rewards.models.items():
+        key_of(scorer.api_key, f"rewards.models.{name}.api_key")
+    for name in hooks:
+        resolve("hook", name, {}, "hooks")
+
+
+def _extra_args(
+    rollout: RolloutConfig,
+    pruning: PruningConfig,
+    routing: RoutingConfig,
+    precision: PrecisionConfig,
+    hf_config: PreTrainedConfig,
+    machine: Machine,
+) -> None:
     """Refuse flags of SGLang that ask for other kernels than the run can use. Errors: UserError."""
-    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    if rollout.external:
+        return
+    support = SamplingSupport.from_config(rollout.sampling, pruning)
     chosen = server_flags(
         hf_config.to_dict(),
-        config.precision.rollout,
-        this_machine(),
-        routes=asks_routes(config),
-        seeded_sets=support.keeps_sets and config.rollout.seed_requests,
+        precision.rollout,
+        machine,
+        routes=asks_routes(rollout, routing),
+        seeded_sets=support.keeps_sets and rollout.seed_requests,
     )
-    check_extra_args(config.rollout.server.extra_args, chosen)
+    check_extra_args(rollout.server.extra_args, chosen)
 
 
-def _check_vp2o(config: Config, hf_config: PreTrainedConfig) -> None:
-    """Refuse VP2O for a model without experts that interact. Errors: UserError."""
-    vp2o, name = config.vp2o, architecture(hf_config)
+def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Rules:
+    """Rules of GPUs that are not there, or cannot read each other's memory where they have to."""
+    if rollout.load or rollout.external:
+        return
+    found = place_here(rollout, trains=kind == "train")
+    if kind == "sample" or not transport_class(sync.transport).needs_peer_access:
+        return
+    for gpu in [gpu for gpus in found for gpu in gpus if gpu]:  # the bucket lies on the first process's GPU
+        yield Rule(
+            not torch.cuda.can_device_access_peer(gpu, 0),
+            f"sync.transport = {sync.transport}: GPU {gpu} has no peer access to GPU 0, where the weights"
+            f" are sent from; set sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}",
+        )
+
+
+def _policy(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Rules:
+    """Rules of functions of the user's own that are not there, and of a loss without the ratio to correct."""
+    if algorithm.advantage not in OF_TOKENS:
+        estimator(algorithm)
+    loss = policy_loss(algorithm)
+    yield Rule(
+        correction.bypass and not loss.has_ratio,
+        f"correction.bypass with algorithm.loss = {algorithm.loss}, which has no ratio that could start from"
+        " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo",
+    )
+
+
+def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Rules:
+    """Rules of VP2O for a model without experts that interact."""
     if not vp2o.enabled:
         return
-    experts = expert_count(hf_config)
-    if experts < 2:
-        found = f"{name} has one expert a layer" if experts else f"{name} is dense"
-        raise UserError(f"config: vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
-    if vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2:
-        raise UserError(
-            f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
-            " be kept apart from; set vp2o.orthogonality: 0"
-        )
+    name, experts = architecture(hf_config), expert_count(hf_config)
+    found = f"{name} has one expert a layer" if experts else f"{name} is dense"
+    yield Rule(experts < 2, f"vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
+    yield Rule(
+        vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2,
+        f"vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
+        " be kept apart from; set vp2o.orthogonality: 0",
+    )
     by_number = vp2o.attract_above is None and vp2o.repel_below is None
     neighbors, inactive = neighborhood(experts, vp2o.neighbors, vp2o.inactive_neighbors)
-    if vp2o.repulsion and by_number and neighbors + inactive >= max(experts, 3):  # two experts can but repel each other
-        fitting = neighborhood(experts)
-        raise UserError(
-            f"config: vp2o.neighbors = {neighbors} (itself among them) and inactive_neighbors = {inactive} leave no pair of"
-            f" {name}'s {experts} experts a layer alone; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
-            f" {fitting[1]}, or leave both out"
-        )
+    fitting = neighborhood(experts)
+    yield Rule(
+        vp2o.repulsion
+        and by_number
+        and neighbors + inactive >= max(experts, 3),  # two experts can but repel each other
+        f"vp2o.neighbors = {neighbors} (itself among them) and inactive_neighbors = {inactive} leave no pair of"
+        f" {name}'s {experts} experts a layer alone; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
+        f" {fitting[1]}, or leave both out",
+    )
 
 
-def _check_places(config: Config, kind: Kind) -> None:
-    """Refuse GPUs that are not there, or cannot read each other's memory where they have to. Errors: UserError."""
-    rollout = config.rollout
-    if kind in OFFLINE or rollout.load or rollout.external:
-        return
-    places = place_here(config, trains=kind == "train")
-    if kind == "sample":
-        return
-    if transport_class(config.sync.transport).needs_peer_access:  # the bucket lies on the first process's GPU
-        far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]
-        if far:
-            raise UserError(
-                f"config: sync.transport = {config.sync.transport}: GPU {far[0]} has no peer access to GPU 0, where the weights"
-                f" are sent from; set sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}"
-            )
-
-
-def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Refuse what is frozen or ignored and is not there, or is needed. Errors: UserError."""
+def _weights(
+    model: ModelConfig, vp2o: VP2OConfig, parallel: ParallelConfig, hf_config: PreTrainedConfig, kind: Kind
+) -> Rules:
+    """Rules of what is frozen or ignored and is not there, or is needed."""
     shape = Shape.from_config(hf_config)
-    if config.model.freeze:
-        check_patterns(
-            config.model.freeze,
-            parameter_names(shape),
-            vp2o=config.vp2o.enabled and kind == "train",
-            in_all_layers=not config.parallel.distributed_optimizer,
+    if model.freeze:
+        moves = vp2o.enabled and kind == "train"
+        in_all_layers = not parallel.distributed_optimizer
+        check_patterns(model.freeze, parameter_names(shape), vp2o=moves, in_all_layers=in_all_layers)
+    for pattern in model.keep_zeros if isinstance(model.keep_zeros, list) else ():
+        yield Rule(
+            not linear_weights(shape, [pattern]),
+            f"model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
+            " stands for all of them",
         )
-    if isinstance(keep := config.model.keep_zeros, list):
-        for pattern in keep:
-            if not linear_weights(shape, [pattern]):
-                raise UserError(
-                    f"config: model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
-                    " stands for all of them"
-                )
-    if config.model.attention_sinks == "ignored" and not shape.sinks:
-        raise UserError(
-            f"config: model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact"
-        )
+    yield Rule(
+        model.attention_sinks == "ignored" and not shape.sinks,
+        f"model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact",
+    )
 
 
-def _check_packages(config: Config, machine: Machine) -> None:
-    """Refuse a part of Megatron whose package is missing: the first forward pass would fail. Errors: UserError."""
-    if config.model.moe_router_fusion and not (machine.gpu and machine.transformer_engine):
-        raise UserError(
-            "config: model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
-            " (tools/setup.sh --gpu)"
-        )
-    if config.model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise UserError("config: model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it")
+def _packages(model: ModelConfig, machine: Machine) -> Rules:
+    """Rules of parts of Megatron whose package is missing: the first forward pass would fail."""
+    yield Rule(
+        model.moe_router_fusion and not (machine.gpu and machine.transformer_engine),
+        "model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
+        " (tools/setup.sh --gpu)",
+    )
+    yield Rule(
+        model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None,
+        "model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it",
+    )
 
 
-def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
-    """Refuse a GPU on which plain torch would do our kernels' work, unless model.kernels allows it. Errors: UserError."""
-    if machine.gpu is None or config.model.kernels == "any":
+def _kernels(model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine) -> Rules:
+    """Rules of a GPU on which plain torch would do our kernels' work, unless model.kernels allows it."""
+    if machine.gpu is None or model.kernels == "any":
         return
     otherwise = "; model.kernels: any computes without, slower and with more memory"
-    if machine.gpu < extensions.CAPABILITY:
-        raise UserError(
-            f"config: model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
-            f" this GPU has {dotted(machine.gpu)}{otherwise}"
-        )
+    yield Rule(
+        machine.gpu < extensions.CAPABILITY,
+        f"model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
+        f" this GPU has {dotted(machine.gpu)}{otherwise}",
+    )
     if not extensions.have_cuda():
         raise UserError(
             "megatron_rl's kernels were built without nvcc, for the CPU alone: tools/setup.sh --gpu installs it and builds"
             f" them{otherwise}"
         )
-    heads, dtype = _heads(hf_config), TRAIN[config.precision.train].dtype
+    heads, dtype = _heads(hf_config), TRAIN[precision.train].dtype
     if dtype == torch.bfloat16 and not flash.takes("torch", dtype, heads, machine.gpu):
         raise UserError(
-            f"model folder {config.model.path}: no flash attention takes heads of {heads.width} (keys) and"
+            f"model folder {model.path}: no flash attention takes heads of {heads.width} (keys) and"
             f" {heads.value_width} (values) numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any"
             " computes them tile by tile"
         )
@@ -251,9 +254,11 @@ def _heads(hf_config: PreTrainedConfig) -> flash.Heads:
     return flash.Heads(shape.head_dim, shape.value_dim, grouped=shape.kv_heads != shape.heads)
 
 
-def activate_flash(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
+def activate_flash(
+    model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine
+) -> None:
     """Choose the version of flash attention. Errors: UserError for one that is not installed or cannot be taken here."""
-    asked, dtype = config.model.flash_attention, TRAIN[config.precision.train].dtype
+    asked, dtype = model.flash_attention, TRAIN[precision.train].dtype
     try:
         flash.activate(asked, machine.gpu)
     except ValueError as error:
@@ -265,3 +270,40 @@ def activate_flash(config: Config, hf_config: PreTrainedConfig, machine: Machine
             f"config: model.flash_attention = FA4: it does not take heads of {heads.width} (keys) and {heads.value_width}"
             f" (values) numbers in {str(dtype).removeprefix('torch.')} on this GPU; auto takes what does"
         )
+
+
+def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, machine: Machine) -> Rules:
+    yield Rule(
+        machine.gpu and shares_expandable_memory(transport_class(sync.transport), os.environ),
+        f"sync.transport = {sync.transport} shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks"
+        " for expandable_segments, which torch shares with no other process; take it out, or set sync.transport:"
+        f" {instead(colocate=rollout.colocate, shares_memory=False)}",
+    )
+
+
+ASKING: tuple[Kind, ...] = ("train", "sample")
+RULES: dict[Check, tuple[Kind, ...]] = {
+    _precision: (*ASKING, *OFFLINE),
+    identical: (*ASKING, *OFFLINE),
+    _outside: ASKING,
+    _extra_args: ASKING,
+    places: ASKING,
+    pooling: ("reward",),
+    reference: ("train", "dpo"),
+    scorers: ASKING,
+    process_rewards: ASKING,
+    judges: ASKING,
+    teacher_folder: LEARNING,
+    pruned_model: ("prune",),
+    _policy: ("train",),
+    _experts: LEARNING,
+    _weights: LEARNING,
+    routers: LEARNING,
+    adapted_layers: LEARNING,
+    _packages: ("train", *OFFLINE),
+    _kernels: ("train", *OFFLINE),
+    activate_flash: ("train", *OFFLINE),
+    memory_savers: LEARNING,
+    _shared_memory: ("train",),
+}
+"""Rules in the order in which they are looked at -> the commands that they are of."""

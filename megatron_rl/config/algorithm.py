@@ -187,11 +187,11 @@ class DistillationConfig:
     placement: Literal["loss", "advantage"] = "loss"
     """loss: the divergence of both whole distributions at each token, computed in chunks. advantage (train): log teacher - log
     policy of the sampled token is added to its advantage, so that updates lower the reverse KL."""
-    direction: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    direction: Annotated[Literal["forward", "reverse", "jensen_shannon"], only_with(".placement", "loss")] = "forward"
     """loss: forward is KL(teacher || model); reverse is KL(model || teacher); jensen_shannon is both to their mixture (GKD)."""
-    mix: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    mix: Annotated[float, Field(gt=0, lt=1), only_with(".direction", "jensen_shannon")] = 0.5
     """jensen_shannon: the teacher's weight in the mixture."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, only_with(".placement", "loss")] = 1.0
     """loss: what the logits of both are divided by. The divergence counts times its square (Hinton et al. 2015)."""
     coefficient: NonNegativeFloat = 1.0
     """Weight of what the teacher says."""

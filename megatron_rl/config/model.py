@@ -175,12 +175,12 @@ class PruneConfig:
     sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"
     """Zeros among the weights that stay: unstructured: a share ratio of each row; N:M such as 2:4: all but N of every M
     neighbors along a layer's input."""
-    method: Literal["magnitude", "wanda", "sparsegpt"] = "wanda"
+    method: Annotated[Literal["magnitude", "wanda", "sparsegpt"], only_with(".sparsity", example="'2:4'")] = "wanda"
     """Which weights become zero. magnitude: the smallest; wanda: those of the smallest |W| x norm of their input; sparsegpt:
     those whose loss the others can make up for best, and these then do."""
-    ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    ratio: Annotated[float, Field(gt=0, lt=1), only_with(".sparsity", "unstructured")] = 0.5
     """unstructured: share of the weights that become zero."""
-    targets: list[str] = dataclasses.field(default_factory=list)
+    targets: Annotated[list[str], only_with(".sparsity", example="'2:4'")] = dataclasses.field(default_factory=list)
     """Weights that get zeros: patterns as of model.freeze; empty: all linear layers of attention, MLPs and experts."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megatron_rl.config import BatchConfig, Config, ParallelConfig, VP2OConfig
+from megatron_rl.config import BatchConfig, Config, CriticConfig, DPOConfig, ParallelConfig, VP2OConfig
 from megatron_rl.config.conditions import Kind as Kind
 from megatron_rl.errors import UserError
 
@@ -17,12 +17,14 @@ READ_ONLY = ("prune", "score", "quantize", "sample")
 """Kinds that train nothing, and leave a run's checkpoints as they are."""
 
 
-def reference_of(config: Config, kind: Kind) -> str | None:
-    """Folder of the reference that a run of this kind holds beside its model from the first step on; None: none."""
-    dpo = config.dpo
+def reference_of(path: str, dpo: DPOConfig, policy_reference: str | None, kind: Kind) -> str | None:
+    """Folder of the reference that a run of this kind holds beside its model from the first step on; None: none.
+
+    path: the model's. policy_reference: as of `Config`.
+    """
     if kind == "dpo" and not dpo.precompute_reference:
-        return dpo.reference or config.model.path
-    return config.policy_reference if kind == "train" else None
+        return dpo.reference or path
+    return policy_reference if kind == "train" else None
 
 
 def critic_config(config: Config) -> Config:
@@ -87,12 +89,12 @@ def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
     return (stages - 1) / (filled * virtual + stages - 1)
 
 
-def total_updates(config: Config, kind: Kind) -> int:
+def total_updates(steps: int, batch: BatchConfig, advantage: str, critic: CriticConfig, kind: Kind) -> int:
     """Updates of a run's model, by which its learning rate falls: of steps behind those in which the critic alone learns."""
     if kind != "train":
-        return config.steps
-    alone = config.critic.warmup_steps if config.algorithm.advantage == "gae" else 0
-    return (config.steps - alone) * config.batch.updates
+        return steps
+    alone = critic.warmup_steps if advantage == "gae" else 0
+    return (steps - alone) * batch.updates
 
 
 def check_group(batch: BatchConfig, advantage: str) -> None:

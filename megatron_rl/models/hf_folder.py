@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from megatron_rl.config import Config
+from megatron_rl.config import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.families import family_of
@@ -322,18 +322,16 @@ class Checksums:
 # Which model folders SGLang serves with the very weights that the trainer pushes or that the folder holds.
 
 
-def check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
-    """Check that SGLang can serve a folder and take pushes to it.
+def check_served(path: str, precision: str, server: ServerConfig, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
+    """Check that SGLang can serve a folder and take pushes to it. precision: precision.rollout.
 
     Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or with
     which it would die at the first request.
     """
-    path, rollout = config.model.path, config.precision.rollout
     family = family_of(hf_config)
     name = family.architecture
     on_gpu = torch.cuda.is_available()
-    if rollout == "fp8":
-        server = config.rollout.server
+    if precision == "fp8":
         fp8.check_folder(Path(path), server.tensor, server.expert, simulate=not on_gpu)
     if getattr(hf_config, "tie_word_embeddings", False) and not family.tied_in_sglang:
         raise UserError(
@@ -349,9 +347,9 @@ def check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -
             f" plain ones: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
     dtype = getattr(hf_config, "dtype", None)
-    if family.served_in_folder_dtype and dtype not in (None, ROLLOUT_DTYPES[rollout]):
+    if family.served_in_folder_dtype and dtype not in (None, ROLLOUT_DTYPES[precision]):
         found = str(dtype).removeprefix("torch.")
         raise UserError(
             f"model {path}: SGLang serves {name} in the dtype of config.json alone, which is {found}, but precision.rollout is"
-            f" {rollout}: set it to match, or dtype in config.json"
+            f" {precision}: set it to match, or dtype in config.json"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.config import Config, LoRAConfig
+from megatron_rl.config import LoRAConfig
 from megatron_rl.data.hub import as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import Adapter, any_number, is_target
@@ -82,12 +82,12 @@ def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
     return [part.removesuffix(".weight") for part in parts]
 
 
-def adapted_modules(config: Config) -> list[str]:
-    """Last parts of Hugging Face's names of the layers that have an adapter."""
-    hf_config = read_hf_config(config.model.path)
+def adapted_modules(path: str, targets: Sequence[str]) -> list[str]:
+    """Last parts of Hugging Face's names of the layers that have an adapter. path: of the model; targets: lora.targets."""
+    hf_config = read_hf_config(path)
     registry, layers = make_bridge(hf_config).mapping_registry(), set()
     names = parameter_names(Shape.from_config(hf_config))
-    for name in {any_number(name): name for name in names if is_target(name, config.lora.targets)}.values():
+    for name in {any_number(name): name for name in names if is_target(name, targets)}.values():
         layers |= {layer.rpartition(".")[2] for layer in check_form(registry, name.removesuffix(".weight"))}
     return sorted(layers)
 

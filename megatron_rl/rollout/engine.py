@@ -82,10 +82,11 @@ class Engine:
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
-        self._routes = (
-            EngineRoutes.from_config(model, gates=asks_gates(self.config)) if asks_routes(self.config) else None
-        )
-        self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
+        sections = rollout, self.config.routing
+        gates = asks_gates(*sections)
+        self._routes = EngineRoutes.from_config(model, gates=gates) if asks_routes(*sections) else None
+        self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(*sections) else None
+        self._unmerged = serves_adapters(self.config.lora, self.config.sync)
         self._retries = 0
         self._stale: list[bool] = []
         """For each response of the last step: True if it is not of the weights pushed last."""
@@ -102,10 +103,12 @@ class Engine:
         """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""
 
     def __enter__(self) -> Engine:
-        rollout = self.config.rollout
+        config, rollout = self.config, self.config.rollout
         if rollout.load or rollout.external:
             return self
-        check_served(self.config, self.run.hf_config, pushes=self.trains)
+        check_served(
+            config.model.path, config.precision.rollout, rollout.server, self.run.hf_config, pushes=self.trains
+        )
         try:
             self.run.ranks.main_does(self._start_servers, patient=True)
         except BaseException:  # an interrupt, while others start
@@ -114,7 +117,7 @@ class Engine:
         return self
 
     def _start_servers(self) -> None:
-        places = place_here(self.config, trains=self.trains)
+        places = place_here(self.config.rollout, trains=self.trains)
         self._children = LocalServers(self.config, places, sleeps=self._shares)
         self._stack.callback(self._children.close)
         try:
@@ -178,7 +181,7 @@ class Engine:
             retries=rollout.retries,
             lost=servers.lost,
             health=(rollout.health_check_interval_s, rollout.health_check_timeout_s),
-            adapter=SERVED if serves_adapters(self.config) and self.trains else None,
+            adapter=SERVED if self._unmerged and self.trains else None,
             run=self.run.id,
             key=key,
             vocabulary=self.run.hf_config.vocab_size,
@@ -189,7 +192,7 @@ class Engine:
 
     def _make_sync(self, addresses: list[str], key: str) -> WeightSync | AdapterSync:
         config, folder, group = self.config, self.config.run_dir / "sync", self.run.ranks.world_group
-        if serves_adapters(config):
+        if self._unmerged:
             base = Path(config.model.path)
             return AdapterSync(config.sync, addresses, config.lora, base=base, folder=folder, group=group, key=key)
         return WeightSync(
@@ -229,7 +232,7 @@ class Engine:
             self._turns.attach(trainer)
             self._pusher.note_step(version)
             # Adapters have no pause: a request that comes while they are exchanged finds none.
-            if not self.config.rollout.partial_rollout or serves_adapters(self.config):
+            if not self.config.rollout.partial_rollout or self._unmerged:
                 self._wait_for_all()
             self._pusher.push(trainer, version)
             return

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.eval_sets import eval_sets, held_out_questions, question
-from megatron_rl.checks.loss import loss_hints
+from megatron_rl.checks.learning_keys import loss_hints
 from megatron_rl.checks.model_folders import check_alike, with_ids
 from megatron_rl.checks.preflight import preflight
 from megatron_rl.config import Config, LoRAConfig
@@ -199,11 +199,13 @@ class Run:
         self.trainer = build_trainer(
             config,
             self.ranks,
-            total_updates=total_updates(config, self.kind),
+            total_updates=total_updates(
+                config.steps, config.batch, config.algorithm.advantage, config.critic, self.kind
+            ),
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else data_hooks(config),
             value_head=self.kind == "reward",
-            reference=reference_of(config, self.kind),
+            reference=reference_of(config.model.path, config.dpo, config.policy_reference, self.kind),
         )
         if training and config.algorithm.advantage == "gae":
             self._build_critic()

@@ -131,7 +131,11 @@ def _problems(
     pushes: bool,
     run: str,
 ) -> list[str]:
-    precision, context, routes = config.precision, config.rollout.context_length, asks_routes(config)
+    precision, context, routes = (
+        config.precision,
+        config.rollout.context_length,
+        asks_routes(config.rollout, config.routing),
+    )
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     found: list[str] = []
 
@@ -191,17 +195,17 @@ def _problems(
         f"has {'the trainer' if identical else 'SGLang'}'s operators, and precision.identical is"
         f" {str(precision.identical).lower()}",
     )
-    stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config)
+    stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config.rollout, config.routing)
     refuse(
         stride != needed, f"exports router features with a stride of {stride}, and this config wants {needed} (0: none)"
     )
-    gates = asks_gates(config)
+    gates = asks_gates(config.rollout, config.routing)
     refuse(
         routes and bool(overrides.get(GATES)) != gates,
         f"sends {'no gates' if gates else 'gates'} with its routes, and this config wants {'them' if gates else 'none'}"
         " (routing.replay_gates, rollout.gates)",
     )
-    lora = serves_adapters(config) and pushes
+    lora = serves_adapters(config.lora, config.sync) and pushes
     refuse(lora and not info.get("enable_lora"), "runs without --enable-lora, which sync.adapters = unmerged needs")
     if pushes:
         ranks = max(info.get("pp_size") or 1, info.get("dp_size") or 1)

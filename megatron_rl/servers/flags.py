@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config import FROM_ENGINE, Config
+from megatron_rl.config import FROM_ENGINE, RolloutConfig, RoutingConfig
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def server_flags(
     return found
 
 
-def asks_routes(config: Config) -> bool:
+def asks_routes(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
     """True where replies have the experts of every token."""
-    return config.rollout.routes or config.routing.source in FROM_ENGINE
+    return rollout.routes or routing.source in FROM_ENGINE
 
 
 def has_experts(model: Mapping[str, Any]) -> bool:

@@ -54,7 +54,7 @@ def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
     return [range(first + i * server.tensor, first + (i + 1) * server.tensor) for i in range(count)]
 
 
-def place_here(config: Config, *, trains: bool) -> list[range]:
+def place_here(rollout: RolloutConfig, *, trains: bool) -> list[range]:
     """Call `place` with the figures of this process's environment (torchrun's) and machine."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -64,7 +64,7 @@ def place_here(config: Config, *, trains: bool) -> list[range]:
             f" processes {local} run here; list servers (tools/serve.py starts them), as examples/slurm does"
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return place(config.rollout, trainers=local if trains else 0, gpus=gpus)
+    return place(rollout, trainers=local if trains else 0, gpus=gpus)
 
 
 def visible_names(indices: Sequence[int]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.algorithms.sampling_support import ROOM_FOR_TIES, SamplingSupport
-from megatron_rl.config import Config, ServerConfig
+from megatron_rl.config import Config, LoRAConfig, RolloutConfig, RoutingConfig, ServerConfig, SyncConfig
 from megatron_rl.config.credentials import bearer
 from megatron_rl.distributed.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.errors import UserError
@@ -103,22 +103,21 @@ def reason_of_death(path: Path, since: int = 0) -> str:
     return lines[-1] if lines else "its log is empty"
 
 
-def asks_gates(config: Config) -> bool:
+def asks_gates(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
     """True if replies have the weights of these experts too."""
-    return asks_routes(config) and (config.rollout.gates or config.routing.replay_gates)
+    return asks_routes(rollout, routing) and (rollout.gates or routing.replay_gates)
 
 
-def serves_adapters(config: Config) -> bool:
+def serves_adapters(lora: LoRAConfig, sync: SyncConfig) -> bool:
     """True if servers have the base model, and adapters beside it."""
-    return config.lora.rank > 0 and config.sync.adapters == "unmerged"
+    return lora.rank > 0 and sync.adapters == "unmerged"
 
 
-def feature_stride(config: Config) -> int:
+def feature_stride(rollout: RolloutConfig, routing: RoutingConfig) -> int:
     """s, where router features of every s-th response token are wanted: at most cached_tokens in a full response; 0: none."""
-    routing = config.routing
     if routing.source != "pr3" or routing.features != "engine":
         return 0
-    return -(-config.rollout.max_new_tokens // routing.cached_tokens)
+    return -(-rollout.max_new_tokens // routing.cached_tokens)
 
 
 @dataclass(eq=False)
@@ -201,24 +200,25 @@ class RolloutServer:
         key: str | None = None,
     ) -> RolloutServer:
         """The server that a training run with this config wants. key: by default a random one."""
-        support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+        rollout, routing = config.rollout, config.routing
+        support = SamplingSupport.from_config(rollout.sampling, config.pruning)
         modules: list[str] = []
-        if serves_adapters(config):
+        if serves_adapters(config.lora, config.sync):
             from megatron_rl.models.peft_folder import adapted_modules  # Megatron-Bridge, which takes seconds to import
 
-            modules = adapted_modules(config)
+            modules = adapted_modules(config.model.path, config.lora.targets)
         return cls(
             Path(config.model.path),
-            config.rollout.server,
+            rollout.server,
             dtype=config.precision.rollout,
-            context_length=config.rollout.context_length,
-            routes=asks_routes(config),
-            gates=asks_gates(config),
-            predictor=config.routing.source == "pr3",
-            feature_stride=feature_stride(config),
+            context_length=rollout.context_length,
+            routes=asks_routes(rollout, routing),
+            gates=asks_gates(rollout, routing),
+            predictor=routing.source == "pr3",
+            feature_stride=feature_stride(rollout, routing),
             processor=support.has_processor,
             kept_sets=support.keeps_sets,
-            seeded_sets=support.keeps_sets and config.rollout.seed_requests,
+            seeded_sets=support.keeps_sets and rollout.seed_requests,
             fp32_lm_head=config.precision.fp32_lm_head,
             identical=config.precision.identical,
             trace=trace,

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import TokenWeights, counts, token_weights
 from megatron_rl.algorithms.correction_choice import Correction
-from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
+from megatron_rl.config import AlgorithmConfig, Config, CorrectionConfig, DistillationConfig
 from megatron_rl.config.registry import resolve
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
@@ -239,9 +239,9 @@ def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
     return found if isinstance(found, losses.PolicyLoss) else losses.PolicyLoss(found, per_token=False)
 
 
-def correction_of(config: Config) -> Correction:
+def correction_of(correction: CorrectionConfig) -> Correction:
     """The configured correction. Errors: ValueError."""
-    return Correction.of(config.correction)
+    return Correction.of(correction)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Policy(Objective[HeadOutputs]):
     @property
     def per_token(self) -> bool:
         """True if loss, correction and denominator depend on a token's own log-prob alone."""
-        return self.loss.per_token and correction_of(self.config).per_token and not self._counts_kept
+        return self.loss.per_token and correction_of(self.config.correction).per_token and not self._counts_kept
 
     @property
     def _counts_kept(self) -> bool:
@@ -322,7 +322,7 @@ class Policy(Objective[HeadOutputs]):
     def weights(self, batch: Batch, train_log_probs: Tensor) -> TokenWeights:
         """Importance weights [T] between the engine's log-probs and the trainer's."""
         log_ratios = train_log_probs - batch["rollout_log_probs"]
-        return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config))
+        return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config.correction))
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
         """Return the loss and metrics. Errors: ValueError for a field that is missing in the batch."""
@@ -352,7 +352,7 @@ class Policy(Objective[HeadOutputs]):
             ),
         )
         terms = terms * corrected.weights.to(terms)
-        count = counts(corrected, mask, correction_of(self.config))
+        count = counts(corrected, mask, correction_of(self.config.correction))
         lengths = batch.segments.sums(count)[0] if self._counts_kept else batch.sequence_lengths
         weights = losses.loss_weights(mask, batch.segments, algorithm.aggregation, sequence_lengths=lengths) * (
             self.totals.tokens / self.totals.sequences if algorithm.aggregation == "sequence_mean" else 1.0
@@ -400,7 +400,7 @@ class Policy(Objective[HeadOutputs]):
 
     def _constant_total(self, batch: Batch, corrected: TokenWeights) -> Tensor:
         """Return Dr. GRPO's divisor: a constant for each sequence, but for those that the correction drops whole."""
-        correction = correction_of(self.config)
+        correction = correction_of(self.config.correction)
         whole = correction if correction.denominator == "sampled" else replace(correction, denominator="kept_sequences")
         count = counts(corrected, batch.mask, whole)
         longest = self.config.rollout.max_new_tokens

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from megatron_rl.checks.identical_precision import check_identical
+from megatron_rl.checks.identical_precision import identical
+from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
@@ -19,7 +20,7 @@ FINE = {"precision": {"identical": True, "train": "fp32", "rollout": "fp32"}}
 
 def check(values: dict, machine: Machine = NO_GPU) -> None:
     merged = {section: {**FINE.get(section, {}), **values.get(section, {})} for section in {*FINE, *values}}
-    check_identical(build_config(merged), HF_CONFIG, machine)
+    refuse(build_config(merged), identical, hf_config=HF_CONFIG, machine=machine)
 
 
 def test_what_can_be():

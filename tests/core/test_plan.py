@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config import Config
+from megatron_rl.config.conditions import Kind
 from megatron_rl.config.load import build_config
 from megatron_rl.config.plan import make_plan, share_of, total_updates
 from megatron_rl.errors import UserError
@@ -20,14 +22,18 @@ def test_sizes():
     assert (p.trajectories_per_step, p.trajectories_per_update) == (256, 64)
 
 
+def updates_of(config: Config, kind: Kind) -> int:
+    return total_updates(config.steps, config.batch, config.algorithm.advantage, config.critic, kind)
+
+
 def test_updates_of_a_run():
     """Updates behind the critic's warm-up, of all epochs; learning from data has one a step."""
     batch = {"updates_per_step": 2, "epochs": 3}
     values = {"steps": 7, "batch": batch, "critic": {"warmup_steps": 2}}
-    assert total_updates(build_config(values), "train") == 42  # no critic: nothing to warm up
+    assert updates_of(build_config(values), "train") == 42  # no critic: nothing to warm up
     ppo = build_config({**values, "algorithm": {"advantage": "gae"}})
-    assert total_updates(ppo, "train") == 30
-    assert [total_updates(ppo, kind) for kind in ("sft", "reward", "dpo")] == [7, 7, 7]
+    assert updates_of(ppo, "train") == 30
+    assert [updates_of(ppo, kind) for kind in ("sft", "reward", "dpo")] == [7, 7, 7]
 
 
 def test_the_table_speaks_of_what_the_command_does():

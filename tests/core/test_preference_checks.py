@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 from weights import classifier
 
-from megatron_rl.checks.keys import refuse_idle
-from megatron_rl.checks.preference_learning import check_preferences
+from megatron_rl.checks import model_and_machine, preference_learning
+from megatron_rl.checks.preflight import check_keys
+from megatron_rl.checks.rules import refuse
+from megatron_rl.config import Config
+from megatron_rl.config.conditions import Kind
 from megatron_rl.config.load import build_config
 from megatron_rl.dpo import TAKES as DPO
 from megatron_rl.errors import UserError
 from megatron_rl.offline import check_kind
 from megatron_rl.reward_model import TAKES as REWARD
+
+
+def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
+    """By the keys alone, and by the folders that they name."""
+    check_keys(config, kind, world_size)
+    rules = model_and_machine.RULES.items()
+    mine = [check for check, kinds in rules if kind in kinds and check.__module__ == preference_learning.__name__]
+    refuse(config, *mine, kind=kind, world_size=world_size)
+
 
 REFUSED = {
     "centered order": (
@@ -127,7 +139,6 @@ def test_refused(case, tiny_model):
     kind, changes, message = REFUSED[case]
     config = build_config({"model": {"path": str(tiny_model("llama"))}, **changes})
     with pytest.raises(UserError, match=message) as refusal:
-        refuse_idle(config, kind)
         check_preferences(config, kind, 1)
     assert "\n" not in str(refusal.value)
 

@@ -15,10 +15,11 @@ import pytest
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks.keys import check_memory_savers
-from megatron_rl.checks.loss import loss_hints
-from megatron_rl.checks.model_and_machine import _check_places
-from megatron_rl.checks.preflight import _check_correction, preflight
+from megatron_rl.checks.learning_keys import corrections, loss_hints
+from megatron_rl.checks.model_and_machine import places
+from megatron_rl.checks.model_keys import memory_savers
+from megatron_rl.checks.preflight import preflight
+from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
@@ -640,13 +641,15 @@ def test_refused_at_the_start(case, tiny_model, monkeypatch):
 def test_memory_savers_on_a_gpu():
     half, aware = ({"optimizer": keys} for keys in ({"cpu_offload": 0.5}, {"precision_aware": True, "moments": "bf16"}))
     with pytest.raises(UserError, match="needs Transformer Engine or Apex, .*install one, or set cpu_offload: 1.0"):
-        check_memory_savers(build_config(half), HOPPER)
-    check_memory_savers(build_config({"optimizer": {"cpu_offload": 1.0}}), HOPPER)
-    check_memory_savers(build_config(half), replace(HOPPER, fused_adam=True))
+        refuse(build_config(half), memory_savers, machine=HOPPER)
+    refuse(build_config({"optimizer": {"cpu_offload": 1.0}}), memory_savers, machine=HOPPER)
+    refuse(build_config(half), memory_savers, machine=replace(HOPPER, fused_adam=True))
     for version in (None, "2.0.1"):
         with pytest.raises(UserError, match=rf"Transformer Engine 2.1 or later \(found: {version or 'none'}\)"):
-            check_memory_savers(build_config(aware), replace(HOPPER, transformer_engine=version, fused_adam=True))
-    check_memory_savers(build_config(aware), replace(HOPPER, transformer_engine="2.10.0", fused_adam=True))
+            machine = replace(HOPPER, transformer_engine=version, fused_adam=True)
+            refuse(build_config(aware), memory_savers, machine=machine)
+    machine = replace(HOPPER, transformer_engine="2.10.0", fused_adam=True)
+    refuse(build_config(aware), memory_savers, machine=machine)
 
 
 @pytest.mark.parametrize("rho", [0.0, -0.1, 1.5, float("nan")])
@@ -675,8 +678,8 @@ def test_one_bound_is_enough_for_a_mask(level, bounds):
         correction = {"mode": "mask", "level": level, "veto": 1e-4, "denominator": denominator, **bounds}
         for changed in (correction, {"denominator": denominator, "veto": 1e-4}, {"denominator": denominator}):
             config = build_config({"correction": changed, "pruning": {"enabled": True}})
-            _check_correction(config)
-            found = correction_of(config)
+            refuse(config, corrections)
+            found = correction_of(config.correction)
             assert all(getattr(found, key) == value for key, value in changed.items())
 
 
@@ -748,10 +751,10 @@ def test_weights_reach_gpus_with_peer_access_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: True)
-    _check_places(config, "train")
+    refuse(config, places, kind="train")
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: device != 3)
     with pytest.raises(UserError, match=r"GPU 3 has no peer access to GPU 0.*set sync.transport: disk"):
-        _check_places(config, "train")
+        refuse(config, places, kind="train")
 
 
 GPU = {

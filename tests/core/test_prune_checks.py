@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 
-from megatron_rl.checks.prune_command import check_prune
+from megatron_rl.checks.preflight import check_keys
+from megatron_rl.checks.prune_command import pruned_model
+from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
@@ -16,7 +18,8 @@ from megatron_rl.models.parallel_check import read_hf_config
 def refused(folder, prune: dict, world_size: int = 1, **sections) -> str:
     config = build_config({"model": {"path": str(folder)}, "prune": prune} | sections)
     with pytest.raises(UserError) as error:
-        check_prune(config, read_hf_config(folder), world_size)
+        check_keys(config, "prune", world_size)
+        refuse(config, pruned_model, hf_config=read_hf_config(folder), world_size=world_size)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -39,9 +42,17 @@ def refused(folder, prune: dict, world_size: int = 1, **sections) -> str:
         ("deepseek_v3", {"heads": 2}, ["prune.heads = 2", "latent"]),
         ("olmoe", {"heads": 2}, ["prune.heads = 2", "number of heads"]),
         ("mixtral", {"heads": 2}, ["prune.heads = 2", "number of heads"]),
-        ("qwen3", {"layers": 2, "method": "magnitude"}, ["prune.method does nothing", "prune.sparsity"]),
-        ("qwen3", {"sparsity": "2:4", "ratio": 0.3}, ["prune.ratio does nothing", "unstructured"]),
-        ("qwen3", {"layers": 2, "targets": ["*"]}, ["prune.targets does nothing"]),
+        (
+            "qwen3",
+            {"layers": 2, "method": "magnitude"},
+            ["prune.method = magnitude does nothing without prune.sparsity", "set prune.sparsity: '2:4'"],
+        ),
+        (
+            "qwen3",
+            {"sparsity": "2:4", "ratio": 0.3},
+            ["prune.ratio = 0.3 does nothing with prune.sparsity = 2:4", "set prune.sparsity: unstructured"],
+        ),
+        ("qwen3", {"layers": 2, "targets": ["*"]}, ["prune.targets = ['*'] does nothing without prune.sparsity"]),
         ("qwen3", {"sparsity": "4:4"}, ["leaves all 4 of 4"]),
         (
             "qwen3",

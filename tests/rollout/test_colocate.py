@@ -84,7 +84,7 @@ def test_servers_of_the_trainer_serve_one_machine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(UserError, match=r"rollout\.addresses is empty.*of its 16 processes 8 run here"):
-        place_here(build_config({}), trains=True)
+        place_here(build_config({}).rollout, trains=True)
 
 
 def test_gpus_keep_the_names_that_they_have(monkeypatch):

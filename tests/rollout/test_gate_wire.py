@@ -160,7 +160,7 @@ def test_a_server_is_told_and_an_external_one_asked(tiny_model):
     replays = {"model": {"path": str(model)}, "routing": {"source": "r3", "replay_gates": True}}
     config, without = build_config(replays), build_config(replays | {"routing": {"source": "r3"}})
     recording = build_config({"model": {"path": str(model)}, "rollout": {"routes": True, "gates": True}})
-    assert asks_gates(config) and asks_gates(recording) and not asks_gates(without)
+    assert [asks_gates(one.rollout, one.routing) for one in (config, recording, without)] == [True, True, False]
     commands = [" ".join(RolloutServer.from_config(c, pythonpath=[]).command()) for c in (config, recording, without)]
     assert [f'"{OVERRIDE}": true' in command for command in commands] == [True, True, False]
 

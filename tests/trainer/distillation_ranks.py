@@ -6,9 +6,14 @@ from dataclasses import replace
 
 from layouts import make_config, whole_gradients
 from ranks import end_layout
+from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.checks.architecture import teacher_folder
+from megatron_rl.checks.preflight import check_keys
+from megatron_rl.checks.rules import refuse
 from megatron_rl.config import Config
+from megatron_rl.config.conditions import Kind
 from megatron_rl.data.packing import Labels
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed import parallel
@@ -27,6 +32,12 @@ LAYOUTS = {
     "dp2": {"distributed_optimizer": True},
 }
 """On two processes."""
+
+
+def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world_size: int) -> None:
+    """By the keys alone, and by the teacher's folder."""
+    check_keys(config, kind, world_size)
+    refuse(config, teacher_folder, hf_config=hf_config, kind=kind, world_size=world_size)
 
 
 def with_teacher(config: Config) -> Trainer:

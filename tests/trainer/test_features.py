@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from distillation_ranks import update_once
+from distillation_ranks import check_teacher, update_once
 from layouts import make_config, make_samples, samples_without_ties
 from ranks import run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.checks.architecture import check_teacher
-from megatron_rl.checks.keys import refuse_idle
 from megatron_rl.config.load import build_config
 from megatron_rl.distributed import parallel
 from megatron_rl.errors import UserError
@@ -156,7 +154,6 @@ def test_features_that_cannot_be_are_refused_by_one_line(message, tiny_model, te
     student = str(tiny_model("qwen3"))
     config = build_config({"model": {"path": student}, "distillation": {"teacher": teacher} | BAD[message]})
     with pytest.raises(UserError, match=message):
-        refuse_idle(config, "sft")
         check_teacher(config, read_hf_config(student), "sft", 1)
 
 

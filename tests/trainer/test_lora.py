@@ -8,9 +8,9 @@ from layouts import make_samples
 from ranks import run_ranks, without_ties
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.checks.keys import refuse_idle
-from megatron_rl.checks.lora import check_lora
-from megatron_rl.checks.preflight import preflight
+from megatron_rl.checks.lora import adapted_layers
+from megatron_rl.checks.preflight import check_keys, preflight
+from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
@@ -171,8 +171,8 @@ def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model, tin
     model = str(tiny_model(of_family)) if of_family else model
     overrides["model"] = {**overrides.get("model", {}), "path": model}
     with pytest.raises(UserError, match=message) as refused:
-        refuse_idle(build_config(overrides), "train")
-        check_lora(build_config(overrides), read_hf_config(model), "train")
+        check_keys(build_config(overrides), "train", 1)
+        refuse(build_config(overrides), adapted_layers, hf_config=read_hf_config(model), kind="train")
     assert "\n" not in str(refused.value)
 
 
@@ -189,4 +189,4 @@ def test_experts_in_one_tensor_have_no_form_in_peft(tiny_model):
     folder = str(tiny_model("gpt_oss"))
     config = build_config({"model": {"path": folder}, "lora": {"rank": 4}})
     with pytest.raises(UserError, match=r"PEFT's format has no adapters of .*gate_up_proj.*take \*\.self_attention"):
-        check_lora(config, read_hf_config(folder), "sft")
+        refuse(config, adapted_layers, hf_config=read_hf_config(folder), kind="sft")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from distillation_ranks import LAYOUTS, update_once
+from distillation_ranks import LAYOUTS, check_teacher, update_once
 from layouts import make_config, make_samples
 from ranks import run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.checks.architecture import check_teacher
 from megatron_rl.config.load import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence, TopLogProbs
@@ -184,7 +183,10 @@ BAD = {
     r"distillation\.recorded: a record is of demonstrations.*set distillation\.teacher": ("train", {"recorded": True}),
     r"distillation\.temperature = 2\.0: recorded log-probs are those": ("sft", {"recorded": True, "temperature": 2.0}),
     r"distillation\.direction = jensen_shannon: recorded": ("sft", {"recorded": True, "direction": "jensen_shannon"}),
-    r"distillation\.mix = 0\.2: direction = forward has no mixture": ("sft", {"recorded": True, "mix": 0.2}),
+    r"distillation\.mix = 0\.2 does nothing with distillation\.direction = forward": (
+        "sft",
+        {"recorded": True, "mix": 0.2},
+    ),
     r"distillation\.placement = advantage: demonstrations have": ("sft", {"recorded": True, "placement": "advantage"}),
     r"distillation\.coefficient = 0: the teacher would teach nothing": ("sft", {"recorded": True, "coefficient": 0.0}),
     r"a teacher is of megatron-rl sft and train, and dpo has none": ("dpo", {"recorded": True}),

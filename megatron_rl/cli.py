@@ -167,7 +167,7 @@ def _convert(command: Command, args: argparse.Namespace, _: list[str], arguments
 
 
 def _demonstrations(config: Config, _: argparse.Namespace) -> Config:
-    from megatron_rl.checks.engine_keys import check_demonstrations
+    from megatron_rl.checks.preflight import check_demonstrations
 
     check_demonstrations(config)
     return config

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks.engine_keys import check_demonstrations
 from megatron_rl.checks.eval_sets import EvalSet, overall
+from megatron_rl.checks.preflight import check_demonstrations
 from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import StopRequested, UserError

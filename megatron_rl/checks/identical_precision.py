@@ -1,10 +1,12 @@
-"""Rules of what `precision.identical` cannot keep equal to the last bit."""
+"""Refusals of what `precision.identical` cannot keep equal to the last bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Rule, Rules
+from megatron_rl.checks.rules import Refusal
 from megatron_rl.config import (
     LoRAConfig,
     ModelConfig,
@@ -29,8 +31,8 @@ def identical(
     pruning: PruningConfig,
     hf_config: PreTrainedConfig,
     machine: Machine,
-) -> Rules:
-    """Rules of other operators, and of other orders of sums, than the engine's."""
+) -> Iterator[Refusal]:
+    """Refuse other operators, and other orders of sums, than the engine's."""
     sampling, server = rollout.sampling, rollout.server
     experts = expert_count(hf_config) > 0
     for wrong, problem in (
@@ -95,4 +97,4 @@ def identical(
             ),
         ),
     ):
-        yield Rule(precision.identical and wrong, f"precision.identical: {problem}")
+        yield Refusal(precision.identical and wrong, f"precision.identical: {problem}")

@@ -1,12 +1,13 @@
-"""Rules of adapters: layers that are not there, and what Megatron-Bridge, PEFT and SGLang have no form for."""
+"""Checks of adapters: layers that are not there, and what Megatron-Bridge, PEFT and SGLang have no form for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Rule, Rules
+from megatron_rl.checks.rules import Refusal
 from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig, SyncConfig
 from megatron_rl.config.plan import Kind, expert_tensor_size
 from megatron_rl.data.hub import check_folder
@@ -25,8 +26,8 @@ def adapted_layers(
     sync: SyncConfig,
     hf_config: PreTrainedConfig,
     kind: Kind,
-) -> Rules:
-    """Rules of the layers that get an adapter, and of adapters to start from."""
+) -> Iterator[Refusal]:
+    """Refuse layers that can have no adapter, and adapters to start from that do not fit."""
     if not lora.rank:
         return
     names = parameter_names(Shape.from_config(hf_config))
@@ -37,13 +38,13 @@ def adapted_layers(
     registry = make_bridge(hf_config).mapping_registry()
     for name in {any_number(name): name for name in targets}.values():
         check_form(registry, name.removesuffix(".weight"))
-    yield Rule(
+    yield Refusal(
         TRAIN[precision.train].block is not None,
         f"precision.train = {precision.train} with lora.rank = {lora.rank}: the engine rounds the merged weights, and the"
         " trainer would round the model's own; take bf16 or fp32, or set lora.rank: 0",
     )
     unserved = next((name for name in targets if EXPERTS in name or ".router." in name), None)
-    yield Rule(
+    yield Refusal(
         sync.adapters == "unmerged" and kind == "train" and unserved,
         f"sync.adapters = unmerged: lora.targets has {unserved}: SGLang 0.5.23 dies of adapters of such layers; take"
         " lora.targets: ['*.self_attention.linear_*'], or set sync.adapters: merged",
@@ -51,7 +52,7 @@ def adapted_layers(
     if lora.path is not None:
         check_folder(lora.path, "config: lora.path")
         found = "dora" if read_folder(Path(lora.path)).settings.get("use_dora") else "lora"
-        yield Rule(
+        yield Refusal(
             found != lora.kind,
             f"lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}",
         )
@@ -76,42 +77,42 @@ def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
     return chosen
 
 
-def _layout(lora: LoRAConfig, parallel: ParallelConfig, targets: list[str]) -> Rules:
+def _layout(lora: LoRAConfig, parallel: ParallelConfig, targets: list[str]) -> Iterator[Refusal]:
     of_experts = next((name for name in targets if EXPERTS in name), None)
-    yield Rule(
+    yield Refusal(
         of_experts and expert_tensor_size(parallel) > 1,
         f"parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {of_experts}: Megatron-Bridge"
         " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets",
     )
     whole = next((name for name in targets if name.endswith("_down_proj.weight")), None)
-    yield Rule(
+    yield Refusal(
         parallel.tensor > 1 and whole,
         f"parallel.tensor = {parallel.tensor} with an adapter of {whole}: Transformer Engine has that layer"
         " whole on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
         " parallel.tensor: 1",
     )
-    yield Rule(
+    yield Refusal(
         lora.rank % parallel.tensor,
         f"lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
         f" take {-(-lora.rank // parallel.tensor) * parallel.tensor}",
     )
 
 
-def _dora(parallel: ParallelConfig, targets: list[str], names: set[str]) -> Rules:
-    """Rules of what Megatron-Bridge's layer computes wrongly."""
-    yield Rule(
+def _dora(parallel: ParallelConfig, targets: list[str], names: set[str]) -> Iterator[Refusal]:
+    """Refuse what Megatron-Bridge's layer computes wrongly."""
+    yield Refusal(
         parallel.tensor > 1,
         f"lora.kind = dora with parallel.tensor = {parallel.tensor}: Megatron-Bridge takes the length of"
         " a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora",
     )
     for name in targets:
-        yield Rule(
+        yield Refusal(
             EXPERTS in name or ".router." in name,
             f"lora.kind = dora has no form for {name}; take attention and dense layers alone: lora.targets:"
             " ['*.self_attention.linear_*', '*.mlp.linear_fc*'], or lora.kind: lora",
         )
     for name in targets:
-        yield Rule(
+        yield Refusal(
             name.removesuffix("weight") + "bias" in names,
             f"lora.kind = dora of {name}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
             " out of lora.targets, or take lora.kind: lora",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,11 +15,11 @@ from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.checks.architecture import routers, teacher_folder
 from megatron_rl.checks.fit import check_fits
 from megatron_rl.checks.identical_precision import identical
+from megatron_rl.checks.key_rules import ADAPTERS, MEMORY
 from megatron_rl.checks.lora import adapted_layers
-from megatron_rl.checks.model_keys import adapters, memory_savers
 from megatron_rl.checks.preference_learning import judges, pooling, process_rewards, reference, scorers
 from megatron_rl.checks.prune_command import pruned_model
-from megatron_rl.checks.rules import Check, Rule, Rules, errors_of, refuse
+from megatron_rl.checks.rules import Check, Refusal, errors_of, refuse
 from megatron_rl.config import (
     OF_TOKENS,
     AlgorithmConfig,
@@ -37,7 +38,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.config.conditions import LEARNING
 from megatron_rl.config.credentials import key_of
-from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, critic_config
+from megatron_rl.config.plan import OFFLINE, Kind, critic_config
 from megatron_rl.config.registry import resolve
 from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.hub import check_folder
@@ -67,7 +68,9 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
     refuse(config, *(check for check, kinds in RULES.items() if kind in kinds), **facts)
     if kind == "train" and config.algorithm.advantage == "gae":
         _check_critic(config, facts)
-    if kind not in READ_ONLY and torch.cuda.is_available():
+    if kind in LEARNING:
+        refuse(config, *MEMORY, machine=machine)
+    if kind in LEARNING and torch.cuda.is_available():
         check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
     return hf_config
 
@@ -79,7 +82,7 @@ def _check_critic(config: Config, facts: dict) -> None:
     hf_config = read_hf_config(own.model.path)
     with errors_of("of the critic"):
         check_parallel(hf_config, config.parallel, facts["world_size"])
-        refuse(own, memory_savers, adapters, adapted_layers, **facts | {"kind": "sft", "hf_config": hf_config})
+        refuse(own, *MEMORY, *ADAPTERS, adapted_layers, **facts | {"kind": "sft", "hf_config": hf_config})
     if critic.path is not None:
         check_same_tokenizer(config.model.path, critic.path, "critic.path")
     names = parameter_names(Shape.from_config(hf_config, value_head=True))
@@ -139,41 +142,41 @@ def _extra_args(
     check_extra_args(rollout.server.extra_args, chosen)
 
 
-def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Rules:
-    """Rules of GPUs that are not there, or cannot read each other's memory where they have to."""
+def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Iterator[Refusal]:
+    """Refuse GPUs that are not there, or cannot read each other's memory where they have to."""
     if rollout.load or rollout.external:
         return
     found = place_here(rollout, trains=kind == "train")
     if kind == "sample" or not transport_class(sync.transport).needs_peer_access:
         return
     for gpu in [gpu for gpus in found for gpu in gpus if gpu]:  # the bucket lies on the first process's GPU
-        yield Rule(
+        yield Refusal(
             not torch.cuda.can_device_access_peer(gpu, 0),
             f"sync.transport = {sync.transport}: GPU {gpu} has no peer access to GPU 0, where the weights"
             f" are sent from; set sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}",
         )
 
 
-def _policy(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Rules:
-    """Rules of functions of the user's own that are not there, and of a loss without the ratio to correct."""
+def _policy(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Iterator[Refusal]:
+    """Refuse functions of the user's own that are not there, and a loss without the ratio to correct."""
     if algorithm.advantage not in OF_TOKENS:
         estimator(algorithm)
     loss = policy_loss(algorithm)
-    yield Rule(
+    yield Refusal(
         correction.bypass and not loss.has_ratio,
         f"correction.bypass with algorithm.loss = {algorithm.loss}, which has no ratio that could start from"
         " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo",
     )
 
 
-def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Rules:
-    """Rules of VP2O for a model without experts that interact."""
+def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]:
+    """Refuse VP2O for a model without experts that interact."""
     if not vp2o.enabled:
         return
     name, experts = architecture(hf_config), expert_count(hf_config)
     found = f"{name} has one expert a layer" if experts else f"{name} is dense"
-    yield Rule(experts < 2, f"vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
-    yield Rule(
+    yield Refusal(experts < 2, f"vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
+    yield Refusal(
         vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2,
         f"vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
         " be kept apart from; set vp2o.orthogonality: 0",
@@ -181,7 +184,7 @@ def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Rules:
     by_number = vp2o.attract_above is None and vp2o.repel_below is None
     neighbors, inactive = neighborhood(experts, vp2o.neighbors, vp2o.inactive_neighbors)
     fitting = neighborhood(experts)
-    yield Rule(
+    yield Refusal(
         vp2o.repulsion
         and by_number
         and neighbors + inactive >= max(experts, 3),  # two experts can but repel each other
@@ -193,44 +196,46 @@ def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Rules:
 
 def _weights(
     model: ModelConfig, vp2o: VP2OConfig, parallel: ParallelConfig, hf_config: PreTrainedConfig, kind: Kind
-) -> Rules:
-    """Rules of what is frozen or ignored and is not there, or is needed."""
+) -> Iterator[Refusal]:
+    """Refuse what is frozen or ignored and is not there, or is needed."""
     shape = Shape.from_config(hf_config)
     if model.freeze:
         moves = vp2o.enabled and kind == "train"
         in_all_layers = not parallel.distributed_optimizer
         check_patterns(model.freeze, parameter_names(shape), vp2o=moves, in_all_layers=in_all_layers)
     for pattern in model.keep_zeros if isinstance(model.keep_zeros, list) else ():
-        yield Rule(
+        yield Refusal(
             not linear_weights(shape, [pattern]),
             f"model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
             " stands for all of them",
         )
-    yield Rule(
+    yield Refusal(
         model.attention_sinks == "ignored" and not shape.sinks,
         f"model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact",
     )
 
 
-def _packages(model: ModelConfig, machine: Machine) -> Rules:
-    """Rules of parts of Megatron whose package is missing: the first forward pass would fail."""
-    yield Rule(
+def _packages(model: ModelConfig, machine: Machine) -> Iterator[Refusal]:
+    """Refuse parts of Megatron whose package is missing: the first forward pass would fail."""
+    yield Refusal(
         model.moe_router_fusion and not (machine.gpu and machine.transformer_engine),
         "model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
         " (tools/setup.sh --gpu)",
     )
-    yield Rule(
+    yield Refusal(
         model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None,
         "model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it",
     )
 
 
-def _kernels(model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine) -> Rules:
-    """Rules of a GPU on which plain torch would do our kernels' work, unless model.kernels allows it."""
+def _kernels(
+    model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine
+) -> Iterator[Refusal]:
+    """Refuse a GPU on which plain torch would do our kernels' work, unless model.kernels allows it."""
     if machine.gpu is None or model.kernels == "any":
         return
     otherwise = "; model.kernels: any computes without, slower and with more memory"
-    yield Rule(
+    yield Refusal(
         machine.gpu < extensions.CAPABILITY,
         f"model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
         f" this GPU has {dotted(machine.gpu)}{otherwise}",
@@ -272,8 +277,8 @@ def activate_flash(
         )
 
 
-def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, machine: Machine) -> Rules:
-    yield Rule(
+def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, machine: Machine) -> Iterator[Refusal]:
+    yield Refusal(
         machine.gpu and shares_expandable_memory(transport_class(sync.transport), os.environ),
         f"sync.transport = {sync.transport} shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks"
         " for expandable_segments, which torch shares with no other process; take it out, or set sync.transport:"
@@ -303,7 +308,6 @@ RULES: dict[Check, tuple[Kind, ...]] = {
     _packages: ("train", *OFFLINE),
     _kernels: ("train", *OFFLINE),
     activate_flash: ("train", *OFFLINE),
-    memory_savers: LEARNING,
     _shared_memory: ("train",),
 }
 """Rules in the order in which they are looked at -> the commands that they are of."""

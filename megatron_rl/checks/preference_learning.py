@@ -1,12 +1,13 @@
-"""Rules of reward models, references and judges: folders that do not fit, and parts that cannot be asked."""
+"""Checks of reward models, references and judges: folders that do not fit, and parts that cannot be asked."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from megatron_rl.checks.rules import Rule, Rules
+from megatron_rl.checks.rules import Refusal
 from megatron_rl.config import (
     AlgorithmConfig,
     DPOConfig,
@@ -32,11 +33,11 @@ from megatron_rl.trainer.compute_advantages import OF_STEPS
 log = logging.getLogger(__name__)
 
 
-def pooling(model: ModelConfig, reward_model: RewardModelConfig) -> Rules:
-    """A rule of a reward model that learns on, and has learned with another pooling."""
+def pooling(model: ModelConfig, reward_model: RewardModelConfig) -> Iterator[Refusal]:
+    """Refuse a reward model that learns on, and has learned with another pooling."""
     hf_config = read_hf_config(model.path)
     known = getattr(hf_config, "reward_pooling", "last")
-    yield Rule(
+    yield Refusal(
         is_classifier(hf_config) and known != reward_model.pooling,
         f"reward_model.pooling = {reward_model.pooling}, and the reward model {model.path} has learned with"
         f" {known}; set pooling: {known}",
@@ -51,15 +52,15 @@ def reference(kind: Kind, model: ModelConfig, dpo: DPOConfig, policy_reference: 
         check_same_tokenizer(model.path, folder, key)
 
 
-def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int) -> Rules:
-    """Rules of the folders of reward models."""
+def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int) -> Iterator[Refusal]:
+    """Refuse folders of reward models that do not fit."""
     for name, scorer in rewards.models.items():
         key = f"rewards.models.{name}"
         if scorer.path is None or scorer.address is not None:
             continue
         check_folder(scorer.path, f"config: {key}.path")
         hf_config = read_hf_config(scorer.path)
-        yield Rule(
+        yield Refusal(
             not is_classifier(hf_config),
             f"{key}.path: {scorer.path} has no head of one number; give the folder of a reward model, such as"
             " megatron-rl reward writes",
@@ -70,85 +71,87 @@ def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig
             yield from _separator(scorer, getattr(hf_config, "reward_step_separator", None), key)
 
 
-def _separator(scorer: ScorerConfig, learned: str | None, key: str) -> Rules:
+def _separator(scorer: ScorerConfig, learned: str | None, key: str) -> Iterator[Refusal]:
     """Steps are parted as those that the model has learned from."""
     given = scorer.step_separator
-    yield Rule(
+    yield Refusal(
         not (learned or given),
         f"{key}.steps: {scorer.path} does not say what ends a step (reward_step_separator in config.json, where"
         f" megatron-rl reward has learned from data.steps_key); set {key}.step_separator",
     )
-    yield Rule(
+    yield Refusal(
         learned and given and learned != given,
         f"{key}.step_separator = {given!r}, and {scorer.path} has learned from steps that end with"
         f" {learned!r}; leave it out",
     )
 
 
-def process_rewards(kind: Kind, rewards: RewardsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> Rules:
-    """Rules of process rewards that cannot be given, or that the advantage knows nothing of."""
+def process_rewards(
+    kind: Kind, rewards: RewardsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
+) -> Iterator[Refusal]:
+    """Refuse process rewards that cannot be given, or that the advantage knows nothing of."""
     models = {f"rewards.models.{name}": scorer for name, scorer in rewards.models.items() if scorer.steps}
     for key, scorer in models.items():
-        yield Rule(
+        yield Refusal(
             scorer.address is not None,
             f"{key}.steps: the trainer's processes score steps, and a server none; leave address out, and give the folder"
             " as path",
         )
-        yield Rule(
+        yield Refusal(
             scorer.step_aggregation == "product" and not scorer.sigmoid,
             f"{key}.steps: step_aggregation: product multiplies probabilities; set sigmoid: true, or step_aggregation: min",
         )
-        yield Rule(
+        yield Refusal(
             rollout.program != "single_turn",
             f"{key}.steps: a response of rollout.program = {rollout.program} is no text in steps; set steps: false",
         )
     placed = [key for key, scorer in models.items() if scorer.step_placement == "tokens"]
     if kind != "train" or not placed:
         return
-    yield Rule(
+    yield Refusal(
         algorithm.advantage not in OF_STEPS,
         f"{placed[0]}.step_placement = tokens: algorithm.advantage = {algorithm.advantage} knows no rewards"
         f" of steps; set one of {', '.join(OF_STEPS)}, or step_placement: response",
     )
-    yield Rule(
+    yield Refusal(
         len(placed) > 1,
         f"{' and '.join(placed[:2])} both have rewards at the ends of steps; set step_placement: response for one",
     )
 
 
-def judges(rewards: RewardsConfig) -> Rules:
-    """Rules of judges that cannot be asked, or whose verdicts would be none."""
+def judges(rewards: RewardsConfig) -> Iterator[Refusal]:
+    """Refuse judges that cannot be asked, or whose verdicts would be none."""
     for name, judge in rewards.judges.items():
         key = f"rewards.judges.{name}"
-        yield Rule(name in rewards.models, f"{key}: rewards.models has a part of that name; choose another")
+        yield Refusal(name in rewards.models, f"{key}: rewards.models has a part of that name; choose another")
         yield from _judge(judge, key)
 
 
-def _judge(judge: JudgeConfig, key: str) -> Rules:
+def _judge(judge: JudgeConfig, key: str) -> Iterator[Refusal]:
     url, (low, high) = urlsplit(judge.address), judge.scale
     groups = None
     try:
         groups = re.compile(judge.pattern).groups if judge.pattern is not None else 1
     except (re.error, RecursionError, OverflowError) as error:
         raise UserError(f"config: {key}.pattern = {judge.pattern!r}: is no regular expression ({error})") from None
-    yield Rule(
+    yield Refusal(
         url.scheme not in ("http", "https") or not url.hostname,
         f"{key}.address = {hide(judge.address)!r}: give that of an OpenAI-compatible server, such as http://host:30000/v1",
     )
-    yield Rule(not judge.model, f"{key}.model is empty; name the model that the server has")
-    yield Rule(
+    yield Refusal(not judge.model, f"{key}.model is empty; name the model that the server has")
+    yield Refusal(
         "response" not in FIELD.findall(judge.prompt),
         f"{key}.prompt has no {{response}}: the judge would not see what it judges; put it in",
     )
-    yield Rule(
+    yield Refusal(
         not low < high,
         f"{key}.scale = [{low:g}, {high:g}]: give the worst verdict and a larger best one, such as [0, 10]",
     )
-    yield Rule(
+    yield Refusal(
         groups != 1,
         f"{key}.pattern = {judge.pattern!r}: has {groups} groups; one has to be the number, others are (?:...)",
     )
-    yield Rule(
+    yield Refusal(
         judge.pattern is not None and judge.json_key is not None,
         f"{key}.pattern and .json_key are both given; leave one of them out",
     )

@@ -6,16 +6,29 @@ What a config says by itself is looked at without torch, by `check_config`; so t
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks import engine_keys, learning_keys, model_keys
-from megatron_rl.checks.rules import Check, refuse, refuse_idle
-from megatron_rl.config import OF_TOKENS, Config
+from megatron_rl.checks import key_rules, rl_rules
+from megatron_rl.checks.rules import Check, Refusal, Rule, refuse, refuse_idle
+from megatron_rl.config import (
+    OF_TOKENS,
+    AlgorithmConfig,
+    BatchConfig,
+    Config,
+    CorrectionConfig,
+    CriticConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
 from megatron_rl.config.conditions import LEARNING
-from megatron_rl.config.plan import OFFLINE, Kind, Plan, check_group, make_plan
+from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, Plan, check_group, make_plan, total_updates
 from megatron_rl.config.registry import check_name
+from megatron_rl.errors import UserError
+from megatron_rl.servers.flags import check_extra_args
 from megatron_rl.sync.transports import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -27,36 +40,74 @@ LOSSES = ("ppo", "gspo", "reinforce", "cispo", "sapo")
 PROGRAMS = ("single_turn", "agent", "openai_agent")
 """Built-in names of algorithm.advantage, algorithm.loss and rollout.program."""
 
+BOUNDS = {
+    "truncate": "; set correction.high: 2.0",
+    "mask": "; set correction.low: 0.5 and high: 2.0",
+    "clip": "; set correction.low: 0.5 and high: 2.0",
+}
+"""Remedies of a correction without its bounds."""
+
+
+def correction_bounds(correction: CorrectionConfig) -> None:
+    """Errors: UserError for bounds that are missing or cross."""
+    try:
+        Correction.of(correction)
+    except ValueError as error:
+        raise UserError(f"config: correction: {error}{BOUNDS.get(correction.mode, '')}") from None
+
+
+def flags(rollout: RolloutConfig) -> None:
+    """Errors: UserError for flags of SGLang that have keys of their own."""
+    if not rollout.external:
+        check_extra_args(rollout.server.extra_args, ())
+
+
+def schedules(
+    kind: Kind,
+    steps: int,
+    batch: BatchConfig,
+    algorithm: AlgorithmConfig,
+    critic: CriticConfig,
+    optimizer: OptimizerConfig,
+) -> Iterator[Refusal]:
+    """Refuse epochs of what has no rollout batch, and warm-ups that leave nothing of the updates."""
+    yield Refusal(
+        kind != "train" and batch.epochs > 1,
+        f"batch.epochs = {batch.epochs} is of reinforcement learning, and megatron-rl {kind} goes through"
+        " its data by steps; raise steps instead, and set epochs: 1",
+    )
+    learners = [("optimizer", optimizer, total_updates(steps, batch, algorithm.advantage, critic, kind))]
+    if kind == "train" and algorithm.advantage == "gae":
+        learners.append(("critic.optimizer", critic.optimizer, steps * batch.updates))
+    for key, own, updates in learners:
+        decay_steps = own.decay_steps or updates
+        yield Refusal(
+            own.warmup_steps >= decay_steps,
+            f"{key}.warmup_steps = {own.warmup_steps} leaves nothing of the {decay_steps} updates to train;"
+            f" the largest is {decay_steps - 1}",
+        )
+
+
 ALL: tuple[Kind, ...] = get_args(Kind)
+ASKING: tuple[Kind, ...] = ("train", "sample")
 IDLE: dict[Kind, str] = {**dict.fromkeys(LEARNING, ""), "sample": "rewards.", "prune": "prune."}
 """Commands that refuse keys which do nothing -> how these begin. What only looks at a model takes a run's config as it is."""
-RULES: dict[Check, tuple[Kind, ...]] = {
-    engine_keys.sizes: ALL,
-    engine_keys.flags: ALL,
-    engine_keys.colocation: ALL,
-    engine_keys.staleness: ("train",),
-    engine_keys.dynamic_sampling: ("train",),
-    engine_keys.over_sampling: ("train",),
-    engine_keys.waits: ("train",),
-    learning_keys.starts: LEARNING,
-    learning_keys.preferences: ("dpo",),
-    learning_keys.reward_parts: ("train", "sample"),
-    learning_keys.teachers: LEARNING,
-    learning_keys.pruned_parts: ("prune",),
-    engine_keys.evaluations: ALL,
-    learning_keys.advantages: ("train",),
-    learning_keys.policy_loss: ("train",),
-    learning_keys.corrections: ("train",),
-    learning_keys.routes: ("train",),
-    learning_keys.refresh: ("train",),
-    learning_keys.on_policy: ("train",),
-    model_keys.adapters: ALL,
-    model_keys.unmerged_adapters: ("train",),
-    learning_keys.schedules: LEARNING,
-    learning_keys.stein: LEARNING,
-    model_keys.memory_savers: LEARNING,
-}
-"""Rules of keys beside other keys, in the order in which they are looked at -> the commands that they are of."""
+RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
+    (ALL, key_rules.SIZES),
+    (("sample",), key_rules.NO_PUSH),
+    (ASKING, (*key_rules.FLAGS, flags)),
+    (("train",), rl_rules.ENGINE),
+    (LEARNING, key_rules.START),
+    (("dpo",), key_rules.PREFERENCES),
+    (ASKING, key_rules.REWARDS),
+    (LEARNING, key_rules.TEACHER),
+    (("prune",), key_rules.PRUNE),
+    (ALL, key_rules.EVALUATION),
+    (("train",), (correction_bounds, *rl_rules.LEARNING)),
+    (READ_ONLY, key_rules.NO_ADAPTERS),
+    (LEARNING, (*key_rules.ADAPTERS, schedules, *key_rules.STEIN, *key_rules.MEMORY)),
+)
+"""Commands, and the rules of their keys beside other keys, in the order in which they are looked at."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
@@ -99,5 +150,17 @@ def check_keys(config: Config, kind: Kind, world_size: int) -> None:
     """Errors: UserError for keys that do nothing, or contradict each other, in a run of this kind."""
     if kind in IDLE:
         refuse_idle(config, kind, IDLE[kind])
-    checks = [check for check, kinds in RULES.items() if kind in kinds]
-    refuse(config, *checks, kind=kind, world_size=world_size, machine=None)
+    checks = [check for kinds, of_kinds in RULES if kind in kinds for check in of_kinds]
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    refuse(config, *checks, kind=kind, world_size=world_size, support=support, machine=None)
+
+
+def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
+    """Errors: UserError naming a key of rollout.demonstrations that does nothing, or cannot be.
+
+    vocabulary: tokens that the model has, where that is known.
+    """
+    refuse_idle(config, "sample", "rollout.demonstrations.")
+    if config.rollout.demonstrations.min_reward is not None:
+        support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+        refuse(config, *key_rules.DEMONSTRATIONS, support=support, vocabulary=vocabulary)

@@ -1,14 +1,15 @@
-"""Rules of the section prune: what cannot be removed from this model, and what would not fit together afterwards."""
+"""Checks of the section prune: what cannot be removed from this model, and what would not fit together afterwards."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Rule, Rules, errors_of
+from megatron_rl.checks.rules import Refusal, errors_of
 from megatron_rl.compression.structured_pruning import Sizes, new_config
 from megatron_rl.config import ModelConfig, ParallelConfig, PruneConfig
 from megatron_rl.errors import UserError
@@ -30,15 +31,15 @@ def pruned_model(
     run_dir: Path,
     hf_config: PreTrainedConfig,
     world_size: int,
-) -> Rules:
-    """Rules of the model as it is, of the folder that is written, and of the pruned model, which has to fit the layout."""
+) -> Iterator[Refusal]:
+    """Refuse a model that cannot be pruned so, a folder that would be lost, and a pruned model that does not fit the layout."""
     source = Path(model.path)
     if quantized := getattr(hf_config, "quantization_config", None):
         raise UserError(
             f"model folder {source}: is quantized ({quantized['quant_method']}); write plain weights first: megatron-rl"
             f" convert {source} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
-    yield Rule(
+    yield Refusal(
         (run_dir / "hf").resolve() == source.resolve() or any((run_dir / "checkpoints").glob("step_*")),
         f"name = {name}: prune would write over the hf folder of the run {run_dir}; set another name",
     )
@@ -56,7 +57,7 @@ def pruned_model(
         yield from _sparsity(prune, Shape.from_config(pruned))
 
 
-def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Rules:
+def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]:
     shape, name = Shape.from_config(hf_config), architecture(hf_config)
     dense = len(shape.moe_layers) < shape.layers
     for key, missing, size, what, other in (
@@ -79,36 +80,36 @@ def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Rules:
         ),
     ):
         if (wanted := getattr(prune, key)) is not None:
-            yield Rule(missing, f"prune.{key} = {wanted}: {name} has no {missing}; {other}")
-            yield Rule(wanted > size, f"prune.{key} = {wanted}: the model has {size} {what}; take {size} or fewer")
+            yield Refusal(missing, f"prune.{key} = {wanted}: {name} has no {missing}; {other}")
+            yield Refusal(wanted > size, f"prune.{key} = {wanted}: the model has {size} {what}; take {size} or fewer")
     if prune.experts is not None:
         groups = getattr(hf_config, "n_group", None) or 1
         key = f"prune.experts = {prune.experts}"
-        yield Rule(prune.experts < shape.topk, f"{key}: a token goes to {shape.topk}; take {shape.topk} or more")
-        yield Rule(
+        yield Refusal(prune.experts < shape.topk, f"{key}: a token goes to {shape.topk}; take {shape.topk} or more")
+        yield Refusal(
             groups > 1,
             f"{key}: config.json has n_group = {groups}, and a token chooses among groups of neighboring experts; leave it"
             " out, and take prune.expert_width",
         )
     if prune.heads is not None:
         key = f"prune.heads = {prune.heads}"
-        yield Rule(shape.kv_lora, f"{key}: the heads of {name} share latent keys and values; leave it out")
-        yield Rule(
+        yield Refusal(shape.kv_lora, f"{key}: the heads of {name} share latent keys and values; leave it out")
+        yield Refusal(
             family_of(hf_config).width_from_hidden,
             f"{key}: a head's width follows from the number of heads in {name}; leave it out",
         )
         of_group = shape.heads // shape.kv_heads
-        yield Rule(
+        yield Refusal(
             prune.heads % of_group,
             f"{key}: {of_group} query heads share a key-value head, and go with it; take"
             f" {max(of_group, prune.heads // of_group * of_group)}",
         )
 
 
-def _sparsity(prune: PruneConfig, shape: Shape) -> Rules:
+def _sparsity(prune: PruneConfig, shape: Shape) -> Iterator[Refusal]:
     """shape: of the model that gets zeros."""
     for pattern in prune.targets:
-        yield Rule(
+        yield Refusal(
             not linear_weights(shape, [pattern]),
             f"prune.targets: '{pattern}' matches no linear layer of attention, MLPs or experts; names are such as"
             f" {min(linear_weights(shape))}",
@@ -118,7 +119,7 @@ def _sparsity(prune: PruneConfig, shape: Shape) -> Rules:
     of, wanted = int(prune.sparsity.split(":")[1]), linear_weights(shape, prune.targets)
     for weight in filter(lambda weight: weight.is_matrix, whole_model(shape)):
         names = {weight.name.replace("*", str(i)) for i in range(weight.copies)}
-        yield Rule(
+        yield Refusal(
             names & wanted and weight.shape[1] % of,
             f"prune.sparsity = {prune.sparsity}: the {weight.shape[1]} inputs of {weight.name} are no multiple of"
             f" {of}; name others in prune.targets",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.config import Config
@@ -12,31 +13,56 @@ from megatron_rl.config.conditions import Kind, idle
 from megatron_rl.errors import UserError
 
 
-class Rule(NamedTuple):
-    """A condition under which a config is refused, and what is said: the key, why, and the remedy."""
+class Refusal(NamedTuple):
+    """The outcome of one comparison: true if it refuses the config, and the message."""
 
-    when: object
+    refused: object
     message: str
 
 
-Rules = Iterator[Rule]
-Check = Callable[..., Rules | None]
-"""Rules of one subject, or None of what raises by itself. Its parameters name the sections that it looks at, or facts."""
+@dataclass(frozen=True)
+class Rule:
+    """Keys that contradict each other. Parameters of functions name the sections, or facts from outside, that they look at."""
+
+    when: Callable[..., object]
+    message: str | Callable[..., str]
+    """The key, why, and the remedy. {section.key} in a text stands for its value."""
+    also: Callable[..., object] = lambda: True
+    """A second condition, which several rules have in common; it is looked at first."""
+
+    def apply(self, values: Values) -> Iterator[Refusal]:
+        """Its refusal, if both conditions hold."""
+        if values.call(self.also) and values.call(self.when):
+            text = self.message
+            yield Refusal(True, text.format_map(values) if isinstance(text, str) else values.call(text))
 
 
-def refuse(config: Config, *checks: Check, **facts: Any) -> None:
-    """Errors: UserError for the first rule that holds.
+Check = Callable[..., Iterator[Refusal] | None]
+"""A check that has to compute first, of models and the machine; None: it raises by itself. Parameters: as of `Rule`."""
 
-    Each check is given the sections and properties of the config, and the `facts`, that its parameters name.
-    """
+
+@dataclass(frozen=True)
+class Values:
+    """Sections and properties of a config, and facts from outside of it, by name."""
+
+    config: Config
+    facts: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.facts[name] if name in self.facts else getattr(self.config, name)
+
+    def call[T](self, function: Callable[..., T]) -> T:
+        """The function's result for what its parameters name."""
+        return function(**{name: self[name] for name in inspect.signature(function).parameters})
+
+
+def refuse(config: Config, *checks: Rule | Check, **facts: Any) -> None:
+    """Errors: UserError for the first of the checks that refuses the config."""
+    values = Values(config, facts)
     for check in checks:
-        given = {
-            name: facts[name] if name in facts else getattr(config, name)
-            for name in inspect.signature(check).parameters
-        }
-        for rule in check(**given) or ():
-            if rule.when:
-                raise UserError(f"config: {rule.message}")
+        for refused, message in (check.apply(values) if isinstance(check, Rule) else values.call(check)) or ():
+            if refused:
+                raise UserError(f"config: {message}")
 
 
 def refuse_idle(config: Config, kind: Kind, under: str = "") -> None:

@@ -76,7 +76,7 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """Mean over all tokens of the update; over sequences of each one's token mean; or over sequences of each one's token sum /
     rollout.max_new_tokens, a constant (Dr. GRPO, with advantage: dr_grpo; verl's seq-mean-token-sum-norm)."""
-    target_kl: PositiveFloat | None = None
+    target_kl: Annotated[PositiveFloat | None, only_with_any("batch.epochs", "batch.updates_per_step")] = None
     """Early stopping: an update whose pass finds the policy further than this from the one that the step began with
     (loss/old_kl, nats per token) is left out, and with it the step's later ones. null: all are done. (kl.target is another
     thing.)"""
@@ -218,7 +218,7 @@ class PruningConfig:
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
     engine_rho: Annotated[Annotated[float, Field(gt=0, le=1)] | None, only_with(".enabled")] = None
     """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""
-    measure: bool = False
+    measure: Annotated[bool, not_with(".enabled")] = False
     """Without enabled: log mismatch/kl_safe, of the sampled tokens that rho would leave in the trainer's set."""
 
 

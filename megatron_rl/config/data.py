@@ -102,6 +102,11 @@ class BatchConfig:
     """Token budget of one packed forward-backward, per data-parallel rank."""
 
     @property
+    def responses(self) -> int:
+        """Responses of a step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.updates_per_step * self.epochs
@@ -250,3 +255,8 @@ class EvalConfig:
     unpruned: Annotated[bool, read_by("train", "sample")] = False
     """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
     pruning compare by one sampler. It samples everything a second time."""
+
+    @property
+    def most_samples(self) -> int:
+        """Responses to a prompt of the set that has most."""
+        return max(self.samples, *(one.samples or 0 for one in self.sets.values()), 0)

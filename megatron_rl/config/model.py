@@ -97,13 +97,17 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
     """Optimizer updates until the end of the decay; by default all updates of the run."""
-    cpu_offload: Annotated[Fraction, only_with(".name", "adam")] = 0.0
+    cpu_offload: Annotated[Fraction, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
+        0.0
+    )
     """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
     by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
-    precision_aware: Annotated[bool, only_with(".name", "adam")] = False
+    precision_aware: Annotated[bool, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
+        False
+    )
     """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
     bytes a parameter instead of 12."""
-    moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam")] = "fp32"
+    moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam"), only_with(".precision_aware")] = "fp32"
     """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
@@ -125,7 +129,7 @@ class ParallelConfig:
     must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, only_with(".distributed_optimizer", True)] = False
     """Gather the sharded weights during the next forward, layer by layer, instead of after the optimizer's step."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait in a collective before the run stops."""

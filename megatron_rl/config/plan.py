@@ -120,7 +120,7 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
             f"config: parallel.expert x expert_tensor x pipeline = {expert_parallel} does not divide the {world_size} processes"
         )
     data_parallel = world_size // model_parallel
-    trajectories = batch.prompts_per_step * batch.samples_per_prompt
+    trajectories = batch.responses
     if trajectories % batch.updates_per_step:
         divisors = [n for n in range(1, trajectories + 1) if trajectories % n == 0]
         near = min(divisors, key=lambda n: abs(n - batch.updates_per_step))

@@ -22,9 +22,9 @@ from transformers import GenerationConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.eval_sets import eval_sets, held_out_questions, question
-from megatron_rl.checks.learning_keys import loss_hints
 from megatron_rl.checks.model_folders import check_alike, with_ids
 from megatron_rl.checks.preflight import preflight
+from megatron_rl.checks.rl_rules import loss_hints
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config.conditions import unread
 from megatron_rl.config.load import changed_keys, to_yaml

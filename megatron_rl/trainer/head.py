@@ -153,7 +153,7 @@ def _recorded_distance(
     context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """[n]: the divergence between the recorded tokens and one class for all others."""
-    assert teacher.settings.direction != "jensen_shannon"  # which checks/learning_keys.py refuses
+    assert teacher.settings.direction != "jensen_shannon"  # which checks/key_rules.py refuses
     return linear_topk_kl(
         hidden,
         weight,

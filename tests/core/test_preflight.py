@@ -15,10 +15,10 @@ import pytest
 
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks.learning_keys import corrections, loss_hints
+from megatron_rl.checks.key_rules import MEMORY
 from megatron_rl.checks.model_and_machine import places
-from megatron_rl.checks.model_keys import memory_savers
-from megatron_rl.checks.preflight import preflight
+from megatron_rl.checks.preflight import correction_bounds, preflight
+from megatron_rl.checks.rl_rules import LEARNING, loss_hints
 from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
@@ -54,7 +54,7 @@ REFUSED = {
     ),
     "an early stop of one update": (
         {"algorithm": {"target_kl": 0.01}},
-        r"algorithm\.target_kl does nothing with one update a step.*; set batch\.epochs or batch\.updates_per_step to 2",
+        r"algorithm\.target_kl = 0\.01 does nothing without batch\.epochs or batch\.updates_per_step; set batch\.epochs or ba",
     ),
     "temperatures of no gate": (
         {"algorithm": {"tau_neg": 1.5}},
@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "measured twice": (
         {"pruning": {"enabled": True, "measure": True}},
-        "pruning.measure with pruning.enabled: .*; set pruning.measure: false",
+        "pruning.measure = true does nothing beside pruning.enabled; set one of the two",
     ),
     "pass of too many": (
         {"eval": {"pass_at": [2, 8]}},
@@ -341,7 +341,7 @@ REFUSED |= {
     ),
     "state on the host of an optimizer that is not sharded": (
         {"optimizer": {"cpu_offload": 1.0}, "parallel": {"distributed_optimizer": False}},
-        "cpu_offload = 1 is of the sharded optimizer; set parallel.distributed_optimizer: true",
+        "cpu_offload = 1 does nothing with parallel.distributed_optimizer = false; set parallel.distributed_optimizer: true",
     ),
     "state on the host of fp32 weights": (
         {"optimizer": {"cpu_offload": 1.0}, "precision": {"train": "fp32"}},
@@ -357,7 +357,7 @@ REFUSED |= {
     ),
     "completed weights of an optimizer that is not sharded": (
         {"optimizer": {"precision_aware": True}, "parallel": {"distributed_optimizer": False}},
-        "precision_aware is of the sharded optimizer",
+        "precision_aware = true does nothing with parallel.distributed_optimizer = false; set parallel.dist.*: true",
     ),
     "completed weights in fp32": (
         {"optimizer": {"precision_aware": True}, "precision": {"train": "fp32"}},
@@ -365,7 +365,7 @@ REFUSED |= {
     ),
     "short moments of an Adam that has none": (
         {"optimizer": {"moments": "bf16"}},
-        "moments = bf16 needs an Adam that takes them; set optimizer.precision_aware: true",
+        "moments = bf16 does nothing without optimizer.precision_aware; set optimizer.precision_aware: true",
     ),
     "a preview of what is on the host": (
         {"vp2o": {"enabled": True, "trust_region": 0.1}, "optimizer": {"cpu_offload": 0.5}},
@@ -381,7 +381,7 @@ REFUSED |= {
     ),
     "nothing to gather": (
         {"parallel": {"overlap_param_gather": True, "distributed_optimizer": False}},
-        "there is nothing to gather; set overlap_param_gather: false",
+        "overlap_param_gather = true does nothing with parallel.distributed_optimizer = false; set .*: true, or leave it out",
     ),
     "vp2o of weights on their way": (
         {**VP2O, "parallel": {"overlap_param_gather": True}},
@@ -641,15 +641,15 @@ def test_refused_at_the_start(case, tiny_model, monkeypatch):
 def test_memory_savers_on_a_gpu():
     half, aware = ({"optimizer": keys} for keys in ({"cpu_offload": 0.5}, {"precision_aware": True, "moments": "bf16"}))
     with pytest.raises(UserError, match="needs Transformer Engine or Apex, .*install one, or set cpu_offload: 1.0"):
-        refuse(build_config(half), memory_savers, machine=HOPPER)
-    refuse(build_config({"optimizer": {"cpu_offload": 1.0}}), memory_savers, machine=HOPPER)
-    refuse(build_config(half), memory_savers, machine=replace(HOPPER, fused_adam=True))
+        refuse(build_config(half), *MEMORY, machine=HOPPER)
+    refuse(build_config({"optimizer": {"cpu_offload": 1.0}}), *MEMORY, machine=HOPPER)
+    refuse(build_config(half), *MEMORY, machine=replace(HOPPER, fused_adam=True))
     for version in (None, "2.0.1"):
         with pytest.raises(UserError, match=rf"Transformer Engine 2.1 or later \(found: {version or 'none'}\)"):
             machine = replace(HOPPER, transformer_engine=version, fused_adam=True)
-            refuse(build_config(aware), memory_savers, machine=machine)
+            refuse(build_config(aware), *MEMORY, machine=machine)
     machine = replace(HOPPER, transformer_engine="2.10.0", fused_adam=True)
-    refuse(build_config(aware), memory_savers, machine=machine)
+    refuse(build_config(aware), *MEMORY, machine=machine)
 
 
 @pytest.mark.parametrize("rho", [0.0, -0.1, 1.5, float("nan")])
@@ -678,7 +678,7 @@ def test_one_bound_is_enough_for_a_mask(level, bounds):
         correction = {"mode": "mask", "level": level, "veto": 1e-4, "denominator": denominator, **bounds}
         for changed in (correction, {"denominator": denominator, "veto": 1e-4}, {"denominator": denominator}):
             config = build_config({"correction": changed, "pruning": {"enabled": True}})
-            refuse(config, corrections)
+            refuse(config, correction_bounds, *LEARNING)
             found = correction_of(config.correction)
             assert all(getattr(found, key) == value for key, value in changed.items())
 

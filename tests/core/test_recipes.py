@@ -15,8 +15,8 @@ from models.test_sizes import MODELS
 
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.checks.eval_sets import eval_sets
+from megatron_rl.checks.key_rules import MEMORY
 from megatron_rl.checks.memory_plan import GB, estimate
-from megatron_rl.checks.model_keys import memory_savers
 from megatron_rl.checks.rules import refuse
 from megatron_rl.config import Config, DataConfig
 from megatron_rl.config.load import load_config
@@ -52,7 +52,7 @@ def test_it_fits(name):
     assert config.name == name
     found = estimate(config, MODELS[model], gpus)
     assert found.fits(memory * GB), f"{found.usage.total / GB:.1f} GB"
-    refuse(config, memory_savers, machine=Machine((9, 0), None, None, "13.0"))
+    refuse(config, *MEMORY, machine=Machine((9, 0), None, None, "13.0"))
     text = (CONFIGS / f"{name}.yaml").read_text()
     said = re.search(r"weights ([\d.]+), gradients ([\d.]+), optimizer ([\d.]+), at most ([\d.]+) in all", text)
     kinds = [found.usage.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer")]

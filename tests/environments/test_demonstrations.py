@@ -11,7 +11,7 @@ import pytest
 from scripted import ONE_PROCESS, play
 
 from megatron_rl.agents.agent import Agents
-from megatron_rl.checks.engine_keys import check_demonstrations
+from megatron_rl.checks.preflight import check_demonstrations
 from megatron_rl.config import DataConfig, DemonstrationsConfig
 from megatron_rl.config.load import build_config
 from megatron_rl.data.sequence import TopLogProbs

@@ -187,11 +187,12 @@ def predicted(folder: Path, recompute: str, kernels: Kernels) -> float:
     """Bytes per token and layer by the arithmetic of `megatron-rl plan`."""
     shape = Shape.from_config(transformers.AutoConfig.from_pretrained(folder))
     tokens = 1 << 16
+    config = config_of(folder, tokens, recompute)
+    sections = recompute, config.parallel, config.precision.train
     more, less = (
-        stage_activations(config_of(folder, tokens, recompute), replace(shape, layers=n, moe_layers=tuple(range(n))),
-                          0, tokens, 1, kernels)
+        stage_activations(*sections, replace(shape, layers=n, moe_layers=tuple(range(n))), 0, tokens, 1, kernels)
         for n in (2, 1)
-    )  # fmt: skip
+    )
     return (more - less) / tokens
 
 

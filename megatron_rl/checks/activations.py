@@ -5,9 +5,9 @@ Counted from what the code keeps (`tests/trainer/test_memory_plan.py` measures i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_rl.config import Config
+from megatron_rl.config import ParallelConfig, PrecisionConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, stage_layers
@@ -37,18 +37,24 @@ CPU = Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=
 
 
 def stage_activations(
-    config: Config, shape: Shape, stage: int, tokens: int, micro_batches: int = 1, kernels: Kernels = GPU
+    recompute: str,
+    parallel: ParallelConfig,
+    train: str,
+    shape: Shape,
+    stage: int,
+    tokens: int,
+    micro_batches: int = 1,
+    kernels: Kernels = GPU,
 ) -> int:
     """Bytes that the forward passes in flight keep for their backwards, without the head.
 
-    tokens: those of a micro-batch on one rank.
+    recompute: model.recompute; train: precision.train. tokens: those of a micro-batch on one rank.
     """
-    parallel, layers = config.parallel, stage_layers(shape, config.parallel, stage)
-    width = TRAIN[config.precision.train].dtype.itemsize
-    if config.model.recompute == "full":
+    layers, width = stage_layers(shape, parallel, stage), TRAIN[train].dtype.itemsize
+    if recompute == "full":
         stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
     else:
-        stored = sum(layer_activations(config, shape, layer, tokens, kernels) for layer in layers)
+        stored = sum(layer_activations(recompute, parallel, width, shape, layer, tokens, kernels) for layer in layers)
     # Chunks whose forward is done and backward is not, in Megatron's schedules.
     behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
     warm_up = 2 * behind + (virtual - 1) * parallel.pipeline if virtual > 1 else behind
@@ -58,12 +64,18 @@ def stage_activations(
 
 
 def layer_activations(
-    config: Config, shape: Shape, layer: int, tokens: int, kernels: Kernels = GPU, *, imbalance: float = 1.0
+    recompute: str,
+    parallel: ParallelConfig,
+    width: int,
+    shape: Shape,
+    layer: int,
+    tokens: int,
+    kernels: Kernels = GPU,
+    *,
+    imbalance: float = 1.0,
 ) -> int:
-    """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation."""
-    parallel = config.parallel
-    width = TRAIN[config.precision.train].dtype.itemsize
-    stored = _attention_activations(config, shape, tokens, width, kernels)
+    """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation. width: of a number."""
+    stored = _attention_activations(recompute, parallel, shape, tokens, width, kernels)
     own = tokens // parallel.tensor  # by sequence parallelism
     stored += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
     plain = 3 if kernels.fused_swiglu else 5
@@ -77,8 +89,9 @@ def layer_activations(
     return int(stored + routed * (width * of_token + 12))
 
 
-def _attention_activations(config: Config, shape: Shape, tokens: int, width: int, kernels: Kernels) -> int:
-    parallel = config.parallel
+def _attention_activations(
+    recompute: str, parallel: ParallelConfig, shape: Shape, tokens: int, width: int, kernels: Kernels
+) -> int:
     own = tokens // parallel.tensor
     heads, kv_heads = shape.heads / parallel.tensor, shape.kv_heads / parallel.tensor
     dim = shape.head_dim
@@ -94,7 +107,7 @@ def _attention_activations(config: Config, shape: Shape, tokens: int, width: int
     out = heads * dim if shape.kv_lora else heads * shape.value_dim  # MLA's values are padded to the width of its keys
     if shape.kv_lora and shape.value_dim != dim:
         each += heads * shape.value_dim  # and cut again
-    if config.model.recompute == "selective":
+    if recompute == "selective":
         views = heads * (dim - shape.rotary_dim + shape.value_dim) if shape.kv_lora else mixed
         each += heads * dim + kv_heads * dim + (0 if shape.qk_norm == "head" else views)
         each += 0 if shape.kv_lora else out
@@ -105,18 +118,24 @@ def _attention_activations(config: Config, shape: Shape, tokens: int, width: int
     return int(width * (numbers + tokens * each) + 4 * heads * tokens)
 
 
-def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
+def layer_work(
+    recompute: str,
+    parallel: ParallelConfig,
+    train: str,
+    shape: Shape,
+    layers: list[int],
+    tokens: int,
+    kernels: Kernels,
+) -> dict[str, int]:
     """Temporaries of one layer's backward: what is recomputed, gradients, and copies of tokens to experts and back."""
-    parallel = config.parallel
-    width = TRAIN[config.precision.train].dtype.itemsize
+    width, full = TRAIN[train].dtype.itemsize, recompute == "full"
     own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
     imbalance = IMBALANCE if parallel.expert > 1 else 1.0
-    full = config.model.recompute == "full"
-    whole = replace(config, model=replace(config.model, recompute="none"))
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // parallel.tensor
     work, dispatch = 0, 0
     for layer in {(i in shape.moe_layers): i for i in layers}.values():
-        recomputed = layer_activations(whole, shape, layer, tokens, kernels, imbalance=imbalance) if full else 0
+        kept = layer_activations("none", parallel, width, shape, layer, tokens, kernels, imbalance=imbalance)
+        recomputed = kept if full else 0
         gradients = 2 * own * shape.hidden
         copies = 0
         if layer in shape.moe_layers:
@@ -133,12 +152,17 @@ def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, ker
     return {"layer": work, "dispatch": dispatch}
 
 
-def head_work(config: Config, shape: Shape, tokens: int, kernels: Kernels) -> dict[str, int]:
-    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states."""
-    width = TRAIN[config.precision.train].dtype.itemsize
-    rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
-    chunk = min(config.model.head_chunk_tokens, tokens)
-    fp32_logits = config.precision.fp32_lm_head or config.precision.identical
+def head_work(
+    chunk_tokens: int, tensor: int, precision: PrecisionConfig, shape: Shape, tokens: int, kernels: Kernels
+) -> dict[str, int]:
+    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states.
+
+    chunk_tokens: model.head_chunk_tokens; tensor: parallel.tensor.
+    """
+    width = TRAIN[precision.train].dtype.itemsize
+    rows = shape.padded_vocab(tensor) // tensor
+    chunk = min(chunk_tokens, tokens)
+    fp32_logits = precision.fp32_lm_head or precision.identical
     logits = (4 if fp32_logits else width) * chunk * rows
     table = rows * shape.hidden
     product = width * table if width < 4 else 0  # of one chunk, before it is added

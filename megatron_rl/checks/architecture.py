@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Refusal, errors_of
+from megatron_rl.checks.refusals import Refusal, errors_of
 from megatron_rl.config import DistillationConfig, LoRAConfig, ModelConfig, ParallelConfig, RoutingConfig
 from megatron_rl.config.plan import Kind
 from megatron_rl.data.hub import check_folder

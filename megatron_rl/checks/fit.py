@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron_rl.checks.memory_plan import EXACT, GB, Estimate, changed, estimate, server_use
-from megatron_rl.config import Config
+from megatron_rl.config import Config, OptimizerConfig, VP2OConfig
 from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import Kind
 from megatron_rl.data.hub import as_id
@@ -71,7 +71,7 @@ def as_dict(
     one another and share their memory. fits: whether training fits. server: one GPU of an engine of rollout.server with that
     memory.
     """
-    usage = found.usage
+    usage, shape = found.usage, Shape.from_config(hf_config)
     helps = remedies(config, hf_config, found, usage.largest, run=run)
     best = helps[0] if helps else None
     return {
@@ -87,7 +87,9 @@ def as_dict(
         "host_optimizer": found.host,
         "save": found.save,
         "push": found.push,
-        "server": server_use(config, Shape.from_config(hf_config), usage.resident["weights"], memory),
+        "server": server_use(
+            config.rollout, config.sync, config.precision.rollout, shape, usage.resident["weights"], memory
+        ),
         "fits": found.fits(memory),
         "breaks_first": {
             "kind": usage.largest,
@@ -188,15 +190,13 @@ class Remedy:
     """Bytes by which the kind that is asked about falls."""
 
 
-def _savers(config: Config) -> list[tuple[str, Any]]:
-    """Savers of the optimizer's and gradients' memory that the rest of the config allows (preflight.check_memory_savers)."""
-    if TRAIN[config.precision.train].dtype.itemsize == 4:
+def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -> list[tuple[str, Any]]:
+    """Savers of the optimizer's and gradients' memory that the rest of the config allows (key_rules.MEMORY)."""
+    if TRAIN[train].dtype.itemsize == 4:
         return []
-    offload = config.parallel.distributed_optimizer and config.vp2o.trust_region is None
-    tries: list[tuple[str, Any]] = (
-        [("optimizer.cpu_offload", 1.0)] if offload and not config.optimizer.precision_aware else []
-    )
-    return tries if config.vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
+    offload = sharded and vp2o.trust_region is None
+    tries: list[tuple[str, Any]] = [("optimizer.cpu_offload", 1.0)] if offload and not opt.precision_aware else []
+    return tries if vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
 
 
 def remedies(
@@ -210,7 +210,7 @@ def remedies(
         ("parallel.pipeline", 2 * parallel.pipeline),
         ("parallel.tensor", 2 * parallel.tensor),
         *([("parallel.distributed_optimizer", True)] if OPTIMIZERS[config.optimizer.name].sharded else []),
-        *_savers(config),
+        *_savers(config.optimizer, parallel.distributed_optimizer, config.precision.train, config.vp2o),
         (
             "batch.tokens_per_micro_batch",
             max(config.rollout.context_length - 1, config.batch.tokens_per_micro_batch // 2),

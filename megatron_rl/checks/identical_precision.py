@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Refusal
+from megatron_rl.checks.refusals import Refusal
 from megatron_rl.config import (
     LoRAConfig,
     ModelConfig,

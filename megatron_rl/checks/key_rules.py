@@ -8,7 +8,7 @@ from collections.abc import Callable
 from packaging.version import Version
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.checks.rules import Rule
+from megatron_rl.checks.refusals import Rule
 from megatron_rl.config import DistillationConfig, ScorerConfig
 from megatron_rl.config.conditions import changed
 from megatron_rl.config.optimizers import OPTIMIZERS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Refusal
+from megatron_rl.checks.refusals import Refusal
 from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig, SyncConfig
 from megatron_rl.config.plan import Kind, expert_tensor_size
 from megatron_rl.data.hub import check_folder

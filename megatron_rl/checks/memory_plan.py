@@ -14,7 +14,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron_rl.checks.activations import GPU, Kernels, head_work, layer_work, stage_activations
-from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig, OptimizerConfig
+from megatron_rl.config import (
+    FROM_ENGINE,
+    PREDICTING,
+    Config,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RoutingConfig,
+    SyncConfig,
+    VP2OConfig,
+)
 from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import (
     Kind,
@@ -135,10 +148,17 @@ def estimate(
     shape = Shape.from_config(hf_config)
     stages = [stage_usage(config, shape, plan, stage, kernels, run) for stage in range(config.parallel.pipeline)]
     usage = max(stages, key=lambda usage: usage.total)
-    save, push = save_cost(config, shape, gpus), push_cost(config, shape)
-    micro_batches = _StepTokens.of(config, plan).micro_batches // plan.updates_per_step
+    trained = [
+        trained_weights(config.lora, config.model.freeze, rank_weights(shape, config.parallel, stage, lora=config.lora))
+        for stage in range(config.parallel.pipeline)
+    ]
+    opt, sync, precision = config.optimizer, config.sync, config.precision
+    save = save_cost(opt, config.lora, config.parallel, precision.train, shape, trained, gpus)
+    push = push_cost(sync.bucket_mb, precision.rollout, shape)
+    tokens = _StepTokens.of(config.rollout.context_length, config.batch.tokens_per_micro_batch, config.parallel, plan)
+    micro_batches = tokens.micro_batches // plan.updates_per_step
     bubble = pipeline_bubble(config.parallel.pipeline, micro_batches, config.parallel.virtual_pipeline)
-    host = host_bytes(config, shape, gpus)
+    host = host_bytes(opt, config.parallel, trained, gpus)
     return Estimate(gpus, model_counts(shape), usage, save, push, host, micro_batches, bubble)
 
 
@@ -152,68 +172,84 @@ def stage_usage(
     options = {"transformer_engine": kernels.transformer_engine, "lora": config.lora}
     weights = rank_weights(shape, config.parallel, stage, **options)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
-    tokens = _StepTokens.of(config, plan)
+    tokens = _StepTokens.of(config.rollout.context_length, config.batch.tokens_per_micro_batch, config.parallel, plan)
+    opt, parallel, precision, gpus = config.optimizer, config.parallel, config.precision, plan.world_size
+    trained = trained_weights(config.lora, config.model.freeze, weights)
+    reference = reference_of(config.model.path, config.dpo, config.policy_reference, run)
     resident = (
-        parameter_bytes(config, weights, plan.world_size)
-        | {"reference": _reference_bytes(config, weights, run)}
-        | {"masks": _mask_bytes(config, weights)}
-        | {"predictors": _predictor_bytes(config, shape, moe_layers)}
+        parameter_bytes(opt, parallel, precision, weights, trained, gpus)
+        | {"reference": _reference_bytes(reference, config.model.path, config.lora, precision.train, weights)}
+        | {"masks": _mask_bytes(weights) if config.model.keep_zeros else 0}
+        | {"predictors": _predictor_bytes(config.routing, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
-        | _vp2o_bytes(config, shape, moe_layers)
-        | _companion_bytes(config, shape, stage, tokens, plan.world_size, kernels)
-        | {"push": _push_buffers(config, shape), "server": ASLEEP * config.rollout.colocate, "reserve": RESERVE}
+        | _vp2o_bytes(config.vp2o, precision.train, shape, moe_layers)
+        | _companion_bytes(config, shape, stage, tokens, gpus, kernels)
+        | {
+            "push": _push_buffers(config.sync, precision.rollout, shape),
+            "server": ASLEEP * config.rollout.colocate,
+            "reserve": RESERVE,
+        }
     )
-    return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
+    step_work = _step_work(opt, parallel, precision.gradients, trained, gpus)
+    phases = _phases(config.model, parallel, precision, shape, stage, tokens, step_work, kernels)
+    if config.vp2o.enabled and (of_experts := [w for w in weights if w.part == "experts" and w.is_matrix]):
+        outputs = count(of_experts) // 3 // len(moe_layers)  # fc1 is two thirds of an expert
+        phases["transform"] = {"transform": STEIN_BUFFERS * 4 * outputs + 3 * 2**24}
+    return Usage(stage, resident, phases)
 
 
-def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[str, int]:
-    """Bytes of the weights, gradients and optimizer state that one rank holds.
+def parameter_bytes(
+    opt: OptimizerConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    weights: list[Weight],
+    trained: list[Weight],
+    gpus: int,
+) -> dict[str, int]:
+    """Bytes of the weights, gradients and optimizer state that one rank holds. trained: of the weights, as of trained_weights.
 
     2 + 4 + 12 bytes a parameter in bf16 (the last shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's
     buffers (below 256 bytes a tensor) is left out.
     """
-    recipe = TRAIN[config.precision.train]
+    recipe = TRAIN[precision.train]
     width = recipe.dtype.itemsize
     held = count(weights)
-    trained = trained_weights(config, weights)
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
         "weights": held * width,
         "fp8_weights": 2 * copies,  # of Transformer Engine's layers, one a direction of their products
-        "gradients": GRADIENT_WIDTH[config.precision.gradients] * count(trained),
-        "optimizer": int(optimizer_width(config) * sharded(config, trained, gpus)),
+        "gradients": GRADIENT_WIDTH[precision.gradients] * count(trained),
+        "optimizer": int(optimizer_width(opt, precision.train) * sharded(parallel, trained, gpus)),
     }
 
 
-def trained_weights(config: Config, weights: list[Weight]) -> list[Weight]:
-    """Weights that have gradients and optimizer state."""
-    if config.lora.rank:
+def trained_weights(lora: LoRAConfig, freeze: list[str], weights: list[Weight]) -> list[Weight]:
+    """Weights that have gradients and optimizer state. freeze: model.freeze."""
+    if lora.rank:
         return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
     # A pattern that names single experts does not match the * of all.
-    return [w for w in weights if not is_frozen(w.name, config.model.freeze)]
+    return [w for w in weights if not is_frozen(w.name, freeze)]
 
 
-def _mask_bytes(config: Config, weights: list[Weight]) -> int:
+def _mask_bytes(weights: list[Weight]) -> int:
     """Bytes of the masks of model.keep_zeros: a byte for each number of the matrices, as if all of them had some."""
-    return sum(w.size for w in weights if w.is_matrix) if config.model.keep_zeros else 0
+    return sum(w.size for w in weights if w.is_matrix)
 
 
-def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
-    """Bytes of the frozen reference on the model's own layout; with adapters it is the model itself."""
-    folder = reference_of(config.model.path, config.dpo, config.policy_reference, run)
-    own = config.lora.rank > 0 and Path(folder or "").resolve() == Path(config.model.path).resolve()
+def _reference_bytes(folder: str | None, path: str, lora: LoRAConfig, train: str, weights: list[Weight]) -> int:
+    """Bytes of the frozen reference on the model's own layout; with adapters it is the model itself. path: the model's."""
+    own = lora.rank > 0 and Path(folder or "").resolve() == Path(path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
-    return TRAIN[config.precision.train].dtype.itemsize * held
+    return TRAIN[train].dtype.itemsize * held
 
 
-def optimizer_width(config: Config) -> float:
+def optimizer_width(opt: OptimizerConfig, train: str) -> float:
     """Bytes of the optimizer's state for one parameter on the GPU, without what is on the host.
 
     Its moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
-    (optimizer.precision_aware).
+    (optimizer.precision_aware). train: precision.train.
     """
-    opt = config.optimizer
-    if TRAIN[config.precision.train].dtype.itemsize == 4:
+    if TRAIN[train].dtype.itemsize == 4:
         return 4 * _moments(opt)
     if opt.precision_aware:
         return 2 + _moments(opt) * (2 if opt.moments == "bf16" else 4)
@@ -230,20 +266,17 @@ def _master_width(opt: OptimizerConfig) -> int:
     return 4 * (1 + _moments(opt))
 
 
-def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
-    """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload."""
-    stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
-    width = _master_width(config.optimizer) + 4  # and the gradients
-    return int(width * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
+def host_bytes(opt: OptimizerConfig, parallel: ParallelConfig, trained: list[list[Weight]], gpus: int) -> int:
+    """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload.
+
+    trained: the trained weights of each pipeline stage.
+    """
+    width = _master_width(opt) + 4  # and the gradients
+    return int(width * opt.cpu_offload * max(sharded(parallel, weights, gpus) for weights in trained))
 
 
-def _trained_of_stage(config: Config, shape: Shape, stage: int) -> list[Weight]:
-    return trained_weights(config, rank_weights(shape, config.parallel, stage, lora=config.lora))
-
-
-def sharded(config: Config, weights: list[Weight], gpus: int) -> int:
+def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
     """Number of parameters whose optimizer state one rank holds. Fewer ranks share those of experts than the others."""
-    parallel = config.parallel
     experts, dense = count(weights, "experts"), sum(w.size for w in weights if w.part != "experts")
     if not parallel.distributed_optimizer:
         return experts + dense
@@ -265,13 +298,13 @@ class _StepTokens:
     """Micro-batches of the whole step."""
 
     @classmethod
-    def of(cls, config: Config, plan: Plan) -> _StepTokens:
+    def of(cls, context_length: int, tokens_per_micro_batch: int, parallel: ParallelConfig, plan: Plan) -> _StepTokens:
         responses = -(-plan.trajectories_per_step // plan.data_parallel)
-        longest = config.rollout.context_length - 1
+        longest = context_length - 1
         update = -(-responses // plan.updates_per_step) * longest
-        budget = min(max(config.batch.tokens_per_micro_batch, longest), update)
+        budget = min(max(tokens_per_micro_batch, longest), update)
         count = plan.updates_per_step * -(-update // budget)
-        context = config.parallel.context
+        context = parallel.context
         return cls(responses, responses * longest // context, -(-budget // context), count)
 
 
@@ -325,10 +358,12 @@ def _companion_bytes(
 
     critic, width = 0, TRAIN[config.precision.train].dtype.itemsize
     if config.algorithm.advantage == "gae":
-        settings = critic_config(config)
-        found = parameter_bytes(settings, weights_of(config.critic.path, config.lora), gpus)
+        own = critic_config(config)
+        held = weights_of(config.critic.path, config.lora)
+        trained = trained_weights(own.lora, own.model.freeze, held)
+        found = parameter_bytes(own.optimizer, own.parallel, own.precision, held, trained, gpus)
         critic = sum(found.values())
-    own = [model.path for model in config.rewards.models.values() if not model.address]
+    scorers = [model.path for model in config.rewards.models.values() if not model.address]
     teacher, folder = 0, config.distillation.teacher
     if folder is not None:
         other = Shape.from_config(read_hf_config(folder))
@@ -339,68 +374,63 @@ def _companion_bytes(
             teacher += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
         layers = {layer for _, layer in config.distillation.feature_layers}
         teacher += width * other.hidden * tokens.of_step * len(layers)
-    models = sum(width * count(weights_of(path)) for path in own)
+    models = sum(width * count(weights_of(path)) for path in scorers)
     return {"critic": critic, "reward_models": models, "teacher": teacher}
 
 
-def _predictor_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> int:
+def _predictor_bytes(routing: RoutingConfig, shape: Shape, moe_layers: list[int]) -> int:
     """Bytes of the predictors' weights, gradients and Adam's two moments: fp32, whole on every rank."""
-    return 16 * shape.experts * shape.hidden * len(moe_layers) if config.routing.source in PREDICTING else 0
+    return 16 * shape.experts * shape.hidden * len(moe_layers) if routing.source in PREDICTING else 0
 
 
-def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str, int]:
-    vp2o, experts, hidden = config.vp2o, shape.experts, shape.hidden
+def _vp2o_bytes(vp2o: VP2OConfig, train: str, shape: Shape, moe_layers: list[int]) -> dict[str, int]:
+    experts, hidden = shape.experts, shape.hidden
     if not vp2o.enabled:
         return {"anchors": 0}
     each = 4 * experts * hidden + 4 * 4 * experts**2  # prototypes; co-activation, attraction, repulsion, kernel
     if vp2o.trust_region is not None:
-        width = TRAIN[config.precision.train].dtype.itemsize
+        width = TRAIN[train].dtype.itemsize
         each += (2 * 4 + width) * experts * hidden  # of the engine: prototypes and where they start, router
         each += vp2o.probe_tokens * (width * hidden + 4 * experts)
     return {"anchors": each * len(moe_layers)}
 
 
-def _push_buffers(config: Config, shape: Shape) -> int:
+def _push_buffers(sync: SyncConfig, rollout: str, shape: Shape) -> int:
     """Bytes of rank 0's two buffers for a push: each a bucket, or the largest tensor where that is larger."""
-    if not transport_class(config.sync.transport).buffers_on_gpu:
+    if not transport_class(sync.transport).buffers_on_gpu:
         return 0
-    width = ROLLOUT_DTYPES[config.precision.rollout].itemsize
-    return 2 * max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
+    width = ROLLOUT_DTYPES[rollout].itemsize
+    return 2 * max(int(sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
 def _phases(
-    config: Config,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
     shape: Shape,
     stage: int,
-    weights: list[Weight],
     tokens: _StepTokens,
-    gpus: int,
+    step_work: int,
     kernels: Kernels,
 ) -> dict[str, dict[str, int]]:
-    """Temporaries of the phases of a step, on a pipeline stage."""
-    activations = stage_activations(config, shape, stage, tokens.micro_batch, tokens.micro_batches, kernels)
-    layers = stage_layers(shape, config.parallel, stage)
-    phases = {
-        "layer": {"activations": activations, **layer_work(config, shape, layers, tokens.micro_batch, kernels)},
-        "optimizer": {"optimizer_step": _step_work(config, weights, gpus)},
-    }
-    if stage == config.parallel.pipeline - 1:
-        phases["head"] = {"activations": activations, **head_work(config, shape, tokens.micro_batch, kernels)}
-    if config.vp2o.enabled and (of_experts := [w for w in weights if w.part == "experts" and w.is_matrix]):
-        moe_layers = len([i for i in layers if i in shape.moe_layers])
-        outputs = count(of_experts) // 3 // moe_layers  # fc1 is two thirds of an expert
-        phases["transform"] = {"transform": STEIN_BUFFERS * 4 * outputs + 3 * 2**24}
+    """Temporaries of the phases of a step, on a pipeline stage. step_work: those of the optimizer's step."""
+    recompute, train, size = model.recompute, precision.train, tokens.micro_batch
+    activations = stage_activations(recompute, parallel, train, shape, stage, size, tokens.micro_batches, kernels)
+    work = layer_work(recompute, parallel, train, shape, stage_layers(shape, parallel, stage), size, kernels)
+    phases = {"layer": {"activations": activations, **work}, "optimizer": {"optimizer_step": step_work}}
+    if stage == parallel.pipeline - 1:
+        head = head_work(model.head_chunk_tokens, parallel.tensor, precision, shape, size, kernels)
+        phases["head"] = {"activations": activations, **head}
     return phases
 
 
-def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
+def _step_work(opt: OptimizerConfig, parallel: ParallelConfig, gradients: str, trained: list[Weight], gpus: int) -> int:
     """Temporaries of the optimizer's step: bf16 gradients of its share in fp32, unless it takes them as they are."""
-    as_they_are = config.optimizer.precision_aware or config.optimizer.cpu_offload
-    of_step = trained_weights(config, weights)
-    return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, of_step, gpus)
+    as_they_are = opt.precision_aware or opt.cpu_offload
+    return 0 if gradients == "fp32" or as_they_are else 4 * sharded(parallel, trained, gpus)
 
 
 # -- saves and pushes --------------------------------------------------------------------------------------------------
@@ -412,31 +442,38 @@ def changed(config: Config, key: str, value: Any) -> Config:
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
-def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
+def save_cost(
+    opt: OptimizerConfig,
+    lora: LoRAConfig,
+    parallel: ParallelConfig,
+    train: str,
+    shape: Shape,
+    trained: list[list[Weight]],
+    gpus: int,
+) -> dict[str, int]:
     """Host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments.
 
     Ranks share the writing, and each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is
-    written from there.
+    written from there. train: precision.train; trained: the trained weights of each pipeline stage.
     """
-    width, master = TRAIN[config.precision.train].dtype.itemsize, _master_width(config.optimizer)
-    shared = changed(config, "parallel.distributed_optimizer", True)
-    stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
-    share = max(sharded(shared, weights, gpus) for weights in stages)
-    copied = int((master * (1 - config.optimizer.cpu_offload) + width) * share)
+    width, master = TRAIN[train].dtype.itemsize, _master_width(opt)
+    shared = replace(parallel, distributed_optimizer=True)
+    share = max(sharded(shared, weights, gpus) for weights in trained)
+    copied = int((master * (1 - opt.cpu_offload) + width) * share)
     saved = model_counts(shape).total
-    if config.lora.rank:  # adapters, once more in PEFT's format
-        saved = count(adapter_weights(whole_model(shape), config.lora))
+    if lora.rank:  # adapters, once more in PEFT's format
+        saved = count(adapter_weights(whole_model(shape), lora))
     return {
         "host_bytes": copied,
         "host_bytes_per_node": copied * min(gpus, NODE),
-        "disk_bytes": (master + width) * saved + (width * saved if config.lora.rank else 0),
+        "disk_bytes": (master + width) * saved + (width * saved if lora.rank else 0),
     }
 
 
-def push_cost(config: Config, shape: Shape) -> dict[str, int]:
-    """Bytes of all weights as the engine holds them, and the buckets that they fill in the order of layers."""
-    width, fp8 = ROLLOUT_DTYPES[config.precision.rollout].itemsize, config.precision.rollout == "fp8"
-    capacity = int(config.sync.bucket_mb * 2**20)
+def push_cost(bucket_mb: float, rollout: str, shape: Shape) -> dict[str, int]:
+    """Bytes of all weights in the format that the engine holds, and the buckets that they fill in the order of layers."""
+    width, fp8 = ROLLOUT_DTYPES[rollout].itemsize, rollout == "fp8"
+    capacity = int(bucket_mb * 2**20)
     total, buckets, used = 0, 0, capacity
     for weight in whole_model(shape):
         fused = 2 if weight.part in ("mlp", "experts") and weight.shape[0] != shape.hidden else 1  # gate and up
@@ -450,14 +487,16 @@ def push_cost(config: Config, shape: Shape) -> dict[str, int]:
     return {"bytes": total, "buckets": buckets}
 
 
-def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict[str, int | bool]:
+def server_use(
+    rollout: RolloutConfig, sync: SyncConfig, dtype: str, shape: Shape, weights: int, memory: int
+) -> dict[str, int | bool]:
     """Bytes on one GPU of a server that the trainer starts: its weights, its share of the memory, and its cache.
 
-    weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
+    dtype: precision.rollout. weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
     """
-    served = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
-    share = int(config.rollout.server.memory_fraction * memory)
-    beside = RESERVE if config.rollout.colocate else 0
-    pushing = beside and served + weights + _push_buffers(config, shape)
+    served = push_cost(sync.bucket_mb, dtype, shape)["bytes"] // rollout.server.tensor
+    share = int(rollout.server.memory_fraction * memory)
+    beside = RESERVE if rollout.colocate else 0
+    pushing = beside and served + weights + _push_buffers(sync, dtype, shape)
     fits = share > served and max(share, pushing) + beside <= memory
     return {"weights": served, "share": share, "cache": max(0, share - served), "fits": fits}

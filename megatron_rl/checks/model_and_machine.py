@@ -19,7 +19,7 @@ from megatron_rl.checks.key_rules import ADAPTERS, MEMORY
 from megatron_rl.checks.lora import adapted_layers
 from megatron_rl.checks.preference_learning import judges, pooling, process_rewards, reference, scorers
 from megatron_rl.checks.prune_command import pruned_model
-from megatron_rl.checks.rules import Check, Refusal, errors_of, refuse
+from megatron_rl.checks.refusals import Check, Refusal, errors_of, refuse
 from megatron_rl.config import (
     OF_TOKENS,
     AlgorithmConfig,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from megatron_rl.checks.rules import Refusal
+from megatron_rl.checks.refusals import Refusal
 from megatron_rl.config import (
     AlgorithmConfig,
     DPOConfig,

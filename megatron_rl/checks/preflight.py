@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks import key_rules, rl_rules
-from megatron_rl.checks.rules import Check, Refusal, Rule, refuse, refuse_idle
+from megatron_rl.checks.refusals import Check, Refusal, Rule, refuse, refuse_idle
 from megatron_rl.config import (
     OF_TOKENS,
     AlgorithmConfig,

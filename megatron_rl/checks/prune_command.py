@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.checks.rules import Refusal, errors_of
+from megatron_rl.checks.refusals import Refusal, errors_of
 from megatron_rl.compression.structured_pruning import Sizes, new_config
 from megatron_rl.config import ModelConfig, ParallelConfig, PruneConfig
 from megatron_rl.errors import UserError

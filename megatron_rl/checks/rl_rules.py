@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_rl.checks.rules import Rule
+from megatron_rl.checks.refusals import Rule
 from megatron_rl.config import FROM_ENGINE, PREDICTING, AlgorithmConfig
 from megatron_rl.rollout.dynamic_sampling import prompts_to_ask
 from megatron_rl.servers.flags import asks_routes

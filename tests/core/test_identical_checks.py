@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from megatron_rl.checks.identical_precision import identical
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine

@@ -13,8 +13,9 @@ import pytest
 import torch
 from models.test_sizes import MODELS
 
+from megatron_rl.checks import memory_plan
 from megatron_rl.checks.fit import check_fits, remedies
-from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate, server_use
+from megatron_rl.checks.memory_plan import ASLEEP, GB, Estimate, changed, estimate
 from megatron_rl.cli import main
 from megatron_rl.config import Config, OptimizerConfig, ServerConfig
 from megatron_rl.config.load import load_config
@@ -291,6 +292,11 @@ def test_an_engine_on_the_same_gpus():
     assert shared.usage.total - apart.usage.total == ASLEEP
     shape = Shape.from_config(MODELS["Qwen3-30B-A3B"])
     weights, config = shared.usage.kinds["weights"], changed(config, "rollout.colocate", True)
+
+    def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict:
+        sections = config.rollout, config.sync, config.precision.rollout
+        return memory_plan.server_use(*sections, shape, weights, memory)
+
     found = server_use(config, shape, weights, 80 * GB)
     assert found["weights"] * 2 == shared.push["bytes"] and found["share"] == 64 * GB and found["fits"]
     assert not server_use(changed(config, "rollout.server.memory_fraction", 0.97), shape, weights, 80 * GB)["fits"]

@@ -12,7 +12,7 @@ from weights import classifier
 
 from megatron_rl.checks import model_and_machine, preference_learning
 from megatron_rl.checks.preflight import check_keys
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config import Config
 from megatron_rl.config.conditions import Kind
 from megatron_rl.config.load import build_config

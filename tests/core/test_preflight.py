@@ -18,8 +18,8 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.key_rules import MEMORY
 from megatron_rl.checks.model_and_machine import places
 from megatron_rl.checks.preflight import correction_bounds, preflight
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.checks.rl_rules import LEARNING, loss_hints
-from megatron_rl.checks.rules import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.checks.preflight import check_keys
 from megatron_rl.checks.prune_command import pruned_model
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config.load import build_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config

@@ -17,7 +17,7 @@ from megatron_rl.agents.programs import rollout_program
 from megatron_rl.checks.eval_sets import eval_sets
 from megatron_rl.checks.key_rules import MEMORY
 from megatron_rl.checks.memory_plan import GB, estimate
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config import Config, DataConfig
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import UserError

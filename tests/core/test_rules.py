@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks import key_rules, preflight, rl_rules
-from megatron_rl.checks.rules import Refusal, Rule, Values, errors_of, refuse
+from megatron_rl.checks.refusals import Refusal, Rule, Values, errors_of, refuse
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine

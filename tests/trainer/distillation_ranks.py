@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.architecture import teacher_folder
 from megatron_rl.checks.preflight import check_keys
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config import Config
 from megatron_rl.config.conditions import Kind
 from megatron_rl.data.packing import Labels

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.checks.lora import adapted_layers
 from megatron_rl.checks.preflight import check_keys, preflight
-from megatron_rl.checks.rules import refuse
+from megatron_rl.checks.refusals import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config

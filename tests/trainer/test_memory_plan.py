@@ -11,7 +11,7 @@ from trainer.layouts import make_config
 from trainer.memory_plan_ranks import TOKENS
 
 from megatron_rl.checks.activations import CPU, head_work, layer_work, stage_activations
-from megatron_rl.checks.memory_plan import parameter_bytes
+from megatron_rl.checks.memory_plan import parameter_bytes, trained_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape, count, rank_weights, stage_layers
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
@@ -107,7 +107,9 @@ def slopes_of(models: dict[tuple[int, int], Path], recompute: str = "none") -> d
     for model, slopes in zip(models.values(), found, strict=True):
         config = make_config(str(model), {"model": {"recompute": recompute}})
         shape = Shape.from_config(read_hf_config(model))
-        slopes["planned"] = stage_activations(config, shape, 0, TOKENS, 1, CPU) / TOKENS
+        slopes["planned"] = (
+            stage_activations(recompute, config.parallel, config.precision.train, shape, 0, TOKENS, 1, CPU) / TOKENS
+        )
     return dict(zip(models, found, strict=True))
 
 
@@ -156,24 +158,28 @@ def test_full_recomputation_holds_one_hidden_state_a_layer(gpt_oss_models):
 
 def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]], where: str) -> None:
     config = make_config(str(folder), {section: values for section, values in layout.items() if section != "passes"})
+    parallel, precision = config.parallel, config.precision
+    of_passes = config.model.recompute, parallel, precision.train
     kept = 0
     for figures in by_rank:
         stage = figures["stage"]
         weights = rank_weights(shape, config.parallel, stage, transformer_engine=False, lora=config.lora)
         assert count(weights) == figures["parameters"], where
         assert count(weights, "experts") == figures["experts"], where
-        for kind, size in parameter_bytes(config, weights, len(by_rank)).items():
+        trained = trained_weights(config.lora, config.model.freeze, weights)
+        held = parameter_bytes(config.optimizer, parallel, precision, weights, trained, len(by_rank))
+        for kind, size in held.items():
             if kind in figures:
                 assert size == pytest.approx(figures[kind], rel=WITHIN), f"{where}: {kind}"
-        kept += stage_activations(config, shape, stage, TOKENS // config.parallel.context, 1, CPU)
+        kept += stage_activations(*of_passes, shape, stage, TOKENS // config.parallel.context, 1, CPU)
     if not layout.get("passes"):
         return
     # In all: which rank gets more tokens for its experts is the router's choice.
     assert kept == pytest.approx(sum(figures["kept"] for figures in by_rank), rel=WITHIN), f"{where}: activations"
     tokens = TOKENS // config.parallel.context
     phases = (
-        layer_work(config, shape, stage_layers(shape, config.parallel, 0), tokens, CPU),
-        head_work(config, shape, tokens, CPU),
+        layer_work(*of_passes, shape, stage_layers(shape, parallel, 0), tokens, CPU),
+        head_work(config.model.head_chunk_tokens, parallel.tensor, precision, shape, tokens, CPU),
     )
     peak = kept // len(by_rank) + max(sum(kinds.values()) for kinds in phases)
     largest = max(figures["peak"] for figures in by_rank)

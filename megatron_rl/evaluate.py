@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.eval_sets import EvalSet, overall
 from megatron_rl.checks.preflight import check_demonstrations
-from megatron_rl.config import Config
+from megatron_rl.config import Config, EvalConfig
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.metrics.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
@@ -29,7 +29,7 @@ from megatron_rl.run.run import Run
 from megatron_rl.tasks import Prompt
 
 
-def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
+def evaluate(settings: EvalConfig, run: Run, engine: Engine) -> dict[str, float]:
     """Scores of the current rollout weights on the first eval.prompts held-out prompts of each set. Every process calls it.
 
     A set of eval.sets has its scores as eval/NAME/..., and where there are only such, eval/score is the mean of theirs.
@@ -43,17 +43,17 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     folder, one JSON line each. There are no scores of an evaluation in which the run is asked to end.
     """
     try:
-        return _evaluate(config, run, engine)
+        return _evaluate(settings, run, engine)
     except StopRequested:
         run.logger.say(f"asked to end in the evaluation at step {run.step}, which is left out")
         return {}
 
 
-def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
+def _evaluate(settings: EvalConfig, run: Run, engine: Engine) -> dict[str, float]:
     scores, rows = dict[str, float](), list[dict[str, Any]]()
     for one in run.eval_sets:
         if one.prompts:
-            found, responses = _of_set(config, run, engine, one)
+            found, responses = _of_set(settings, run, engine, one)
             scores |= one.named(found)
             rows += responses
     if not scores:
@@ -65,10 +65,12 @@ def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     return scores
 
 
-def _of_set(config: Config, run: Run, engine: Engine, one: EvalSet) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def _of_set(
+    settings: EvalConfig, run: Run, engine: Engine, one: EvalSet
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Scores of a set under names without its own, and its responses, on the first process."""
     prompts, task, n = one.prompts, one.program.task, one.samples
-    sizes = sorted({k for k in config.eval.pass_at if k <= n} | {n})
+    sizes = sorted({k for k in settings.pass_at if k <= n} | {n})
     seed = f"eval/{one.name}/{run.step}" if one.name else f"eval/{run.step}"
 
     def ask(support: SamplingSupport, samples: int, seed: str) -> list[Trajectory]:
@@ -96,12 +98,12 @@ def _of_set(config: Config, run: Run, engine: Engine, one: EvalSet) -> tuple[dic
                 scores[f"eval/reward/{part}"] = run.mean([t.reward_parts[part] for t in _judged(sampled)])
     scores["eval/response_length"] = run.mean(_lengths(sampled))
     scores["eval/prompts"] = float(len(rewards))
-    if config.rollout.program != "single_turn":
+    if run.config.rollout.program != "single_turn":
         scores |= {
             f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
         }
     rows = rows_of(sampled, greedy=False)
-    if config.eval.unpruned:
+    if settings.unpruned:
         whole = ask(run.support.unpruned, n, seed)
         scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), sizes, "_unpruned")
         rows += rows_of(whole, greedy=False, unpruned=True)
@@ -156,7 +158,7 @@ def evaluate_command(config: Config) -> None:
         run.build_scorers()
         with Engine(run) as engine:
             engine.join()
-            scores = evaluate(config, run, engine)
+            scores = evaluate(config.eval, run, engine)
             run.ranks.main_does(lambda: write_responses(run.folder / SCORES_FILE, [{"step": run.step} | scores]))
             run.logger.say(json.dumps(scores, indent=2))
             run.logger.say(f"responses are in {_responses_file(run)}")
@@ -184,7 +186,8 @@ def rollout_command(config: Config) -> None:
         run.rewards.score(trajectories, prompts)
         rows = run.gather_from_leaders([_row(run, prompts, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
-        run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(config, trajectories)])), indent=2))
+        measured = reward_metrics(trajectories, agents=config.rollout.program != "single_turn")
+        run.logger.say(json.dumps(figures(over_ranks(run.ranks, [measured])), indent=2))
         run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")
         if settings.min_reward is not None:
             _write_demonstrations(run, prompts, trajectories, folder / FILE)

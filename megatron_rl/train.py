@@ -28,7 +28,7 @@ def train(config: Config) -> None:
         advantages, rollouts = Advantages(config, trainer, run.critic), RolloutBuffer(run, engine, run.rewards.verify)
         run.keep_state_of(engine, rollouts)
         if run.step == 0:
-            logger.log_eval(0, evaluate(config, run, engine))
+            logger.log_eval(0, evaluate(config.eval, run, engine))
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("rollout"):
@@ -66,7 +66,7 @@ def train(config: Config) -> None:
                     engine.push(trainer, version=run.step)
             with clock("eval"):
                 if evaluated:
-                    logger.log_eval(run.step, evaluate(config, run, engine))
+                    logger.log_eval(run.step, evaluate(config.eval, run, engine))
             measured = engine.metrics() | rollouts.metrics() | refresh_metrics(drift, age, refreshed)
             measured |= run.rewards.metrics() | advantages.metrics() | (run.critic.metrics() if run.critic else {})
             first_epoch = updates[: len(rollout_batch)]

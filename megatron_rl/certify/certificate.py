@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.certify.compare import LOG_PROBS, Comparison, Difference, Place
-from megatron_rl.config import Config
+from megatron_rl.config import ModelConfig, ParallelConfig, PrecisionConfig, ServerConfig
 from megatron_rl.data.hub import as_id
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 
@@ -59,10 +59,10 @@ def _cell(one: Difference | None) -> str:
     return f"{one.largest:.2g} ({one.unequal} of {one.rows})" if one.unequal else "equal"
 
 
-def page(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> str:
-    """The page, in Markdown."""
-    lines = [f"# Certificate of {config.name}", "", verdict(config, steps), ""]
-    lines += [f"- {name}: {value}" for name, value in _facts(config, versions).items()]
+def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> str:
+    """The page, in Markdown. name: the run's. facts: as of `facts_of`. identical: precision.identical."""
+    lines = [f"# Certificate of {name}", "", verdict(identical, steps), ""]
+    lines += [f"- {fact}: {value}" for fact, value in facts.items()]
     lines += ["", "| step | what is compared | outcome |", "|---|---|---|"]
     for step in steps:
         remark = f" ({step.remark})" if step.remark else ""
@@ -82,12 +82,12 @@ def page(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> str
     return "\n".join(lines) + "\n"
 
 
-def verdict(config: Config, steps: Sequence[Step]) -> str:
-    """The sentence in front."""
+def verdict(identical: bool, steps: Sequence[Step]) -> str:
+    """The sentence in front. identical: precision.identical."""
     if all(step.found.equal for step in steps):
         return "Trainer and engine are equal to the last bit."
     step = next(step for step in steps if not step.found.equal)
-    asked = "" if config.precision.identical else " `precision.identical` is off, so that this is a report."
+    asked = "" if identical else " `precision.identical` is off, so that this is a report."
     if step.found.first is None:
         return f"Not shown: {step.name}: {outcome(step.found)}.{asked}"
     of_all = steps[-1].found.first
@@ -95,15 +95,20 @@ def verdict(config: Config, steps: Sequence[Step]) -> str:
     return f"Not equal: {step.name}: {outcome(step.found)}.{begins}{asked}"
 
 
-def _facts(config: Config, versions: dict[str, str]) -> dict[str, str]:
-    p, precision = config.parallel, config.precision
-    sizes = {name: getattr(p, name) for name in ("tensor", "pipeline", "context", "expert")}
+def facts_of(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    server: ServerConfig,
+    versions: dict[str, str],
+) -> dict[str, str]:
+    """Facts about what was compared: model, precision, layout and versions."""
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
     return {
-        "model": as_id(config.model.path),
+        "model": as_id(model.path),
         "precision": f"trainer {precision.train}, engine {precision.rollout},"
         f" `precision.identical` {'on' if precision.identical else 'off'}",
-        "layout": ", ".join(f"{name} {size}" for name, size in sizes.items())
-        + f"; server: tensor {config.rollout.server.tensor}",
+        "layout": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f"; server: tensor {server.tensor}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
 
@@ -127,8 +132,8 @@ def _left_out(found: Comparison) -> list[str]:
     return ["", f"Not compared, as one side does not have it, or in another form: {', '.join(names)}."] if names else []
 
 
-def as_json(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> dict[str, Any]:
-    """Content of certificate.json."""
+def as_json(facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> dict[str, Any]:
+    """Content of certificate.json. Parameters: as of `page`."""
 
     def of_difference(one: Difference) -> dict[str, Any]:
         return {"rows": one.rows, "unequal": one.unequal, "largest": one.largest}
@@ -155,14 +160,14 @@ def as_json(config: Config, steps: Sequence[Step], versions: dict[str, str]) -> 
 
     return {
         "equal": all(step.found.equal for step in steps),
-        "identical": config.precision.identical,
-        **_facts(config, versions),
+        "identical": identical,
+        **facts,
         "steps": [of_step(step) for step in steps],
     }
 
 
-def write(folder: Path, config: Config, steps: Sequence[Step], versions: dict[str, str]) -> Path:
-    """Write both files into a run's folder; returns the page."""
-    (folder / DATA).write_text(json.dumps(as_json(config, steps, versions), indent=2) + "\n")
-    (folder / PAGE).write_text(page(config, steps, versions))
+def write(folder: Path, name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> Path:
+    """Write both files into a run's folder; returns the page. Parameters: as of `page`."""
+    (folder / DATA).write_text(json.dumps(as_json(facts, identical, steps), indent=2) + "\n")
+    (folder / PAGE).write_text(page(name, facts, identical, steps))
     return folder / PAGE

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
-from megatron_rl.certify.certificate import Step, outcome, verdict, write
+from megatron_rl.certify.certificate import Step, facts_of, outcome, verdict, write
 from megatron_rl.certify.choice import certified
 from megatron_rl.certify.compare import Recorded, compare, without_log_probs
 from megatron_rl.certify.engine_side import EngineRecorder, Sides
@@ -64,9 +64,11 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
             for step in steps:
                 remark = f" ({step.remark})" if step.remark else ""
                 run.logger.say(f"{step.name}: {outcome(step.found)}{remark}")
-            run.logger.say(verdict(config, steps))
+            run.logger.say(verdict(config.precision.identical, steps))
             versions = {name: version(name) for name in ("torch", "megatron-core", "megatron-rl")}
-            run.logger.say(f"certificate: {write(run.folder, config, steps, versions)}")
+            facts = facts_of(config.model, config.precision, config.parallel, config.rollout.server, versions)
+            file = write(run.folder, config.name, facts, config.precision.identical, steps)
+            run.logger.say(f"certificate: {file}")
             return int(config.precision.identical and not all(step.found.equal for step in steps))
 
         return run.ranks.main_does(judge, patient=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from megatron_rl.config import Config, DataConfig, EvalSetConfig
+from megatron_rl.config import DataConfig, EvalConfig, EvalSetConfig, RewardsConfig, RolloutConfig
 from megatron_rl.config.plan import OFFLINE, Kind
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.rewards import names_of
@@ -43,16 +44,25 @@ class EvalSet:
         return {room + name.removeprefix("eval/"): value for name, value in scores.items()}
 
 
-def eval_sets(config: Config, kind: Kind, program: SingleTurn) -> list[EvalSet]:
+def eval_sets(
+    data: DataConfig,
+    settings: EvalConfig,
+    rollout: RolloutConfig,
+    rewards: RewardsConfig,
+    kind: Kind,
+    program: SingleTurn,
+) -> list[EvalSet]:
     """The sets of a run of this kind; that of the section data is the first. program: the run's.
 
     Errors: UserError naming the set.
     """
-    sets = config.eval.sets if kind in EVALUATED else {}
-    found = [_made("", EvalSetConfig(), config, kind, program)] if not sets or config.data.eval_path else []
-    for name, settings in sets.items():
+    sets = settings.sets if kind in EVALUATED else {}
+    later = [] if kind in OFFLINE else names_of(rewards)
+    make = partial(_made, data=data, settings=settings, rollout=rollout, later=later, kind=kind, program=program)
+    found = [make("", EvalSetConfig())] if not sets or data.eval_path else []
+    for name, own in sets.items():
         try:
-            found.append(_made(name, settings, config, kind, program))
+            found.append(make(name, own))
         except UserError as error:
             raise UserError(f"config: eval.sets.{name}: {str(error).removeprefix('config: ')}") from None
     return found
@@ -89,26 +99,37 @@ def question(prompt: Prompt, template: str) -> str:
     return text.strip()
 
 
-def _made(name: str, settings: EvalSetConfig, config: Config, kind: Kind, program: SingleTurn) -> EvalSet:
-    data = data_of(settings, config.data)
-    own = program if data == config.data else program.with_task(_task(settings, data, config, kind, program))
-    held_out = own.task.prompts("eval")[: settings.prompts or config.eval.prompts]
+def _made(
+    name: str,
+    own: EvalSetConfig,
+    *,
+    data: DataConfig,
+    settings: EvalConfig,
+    rollout: RolloutConfig,
+    later: list[str],
+    kind: Kind,
+    program: SingleTurn,
+) -> EvalSet:
+    """later: parts of rewards that come behind the rollout."""
+    mine = data_of(own, data)
+    form = program if mine == data else program.with_task(_task(own, mine, later, kind, program))
+    held_out = form.task.prompts("eval")[: own.prompts or settings.prompts]
     if name and not held_out:
         raise UserError("it has no held-out prompt; give it a path, or set eval.prompts or its own prompts")
-    lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
-    prompts = [] if kind in OFFLINE else fitting(held_out, own, *lengths)
-    samples = settings.samples or config.eval.samples
-    greedy = config.eval.greedy if settings.greedy is None else settings.greedy
-    return EvalSet(name, own, held_out, prompts, samples, greedy, data.template)
+    lengths = (rollout.context_length, rollout.max_new_tokens)
+    prompts = [] if kind in OFFLINE else fitting(held_out, form, *lengths)
+    samples = own.samples or settings.samples
+    greedy = settings.greedy if own.greedy is None else own.greedy
+    return EvalSet(name, form, held_out, prompts, samples, greedy, mine.template)
 
 
-def _task(settings: EvalSetConfig, data: DataConfig, config: Config, kind: Kind, program: SingleTurn) -> Task:
+def _task(own: EvalSetConfig, data: DataConfig, later: list[str], kind: Kind, program: SingleTurn) -> Task:
     return build_task(
         data,
         demonstrations=kind in OFFLINE,
-        held_out=settings.path is not None,
+        held_out=own.path is not None,
         more_parts=program.parts,
-        later_parts=[] if kind in OFFLINE else names_of(config.rewards),
+        later_parts=later,
     )
 
 

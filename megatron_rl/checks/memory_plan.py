@@ -18,6 +18,7 @@ from megatron_rl.config import (
     FROM_ENGINE,
     PREDICTING,
     Config,
+    DistillationConfig,
     LoRAConfig,
     ModelConfig,
     OptimizerConfig,
@@ -169,21 +170,48 @@ def stage_usage(
     config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU, run: Kind = "train"
 ) -> Usage:
     """Bytes on a GPU of one pipeline stage."""
-    options = {"transformer_engine": kernels.transformer_engine, "lora": config.lora}
-    weights = rank_weights(shape, config.parallel, stage, **options)
+    built_in = kernels.transformer_engine
+    weights = rank_weights(shape, config.parallel, stage, transformer_engine=built_in, lora=config.lora)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
     tokens = _StepTokens.of(config.rollout.context_length, config.batch.tokens_per_micro_batch, config.parallel, plan)
     opt, parallel, precision, gpus = config.optimizer, config.parallel, config.precision, plan.world_size
     trained = trained_weights(config.lora, config.model.freeze, weights)
     reference = reference_of(config.model.path, config.dpo, config.policy_reference, run)
+    teacher = _teacher_bytes(config.distillation, parallel, precision.train, stage, tokens, kernels)
+
+    def with_head(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
+        """Weights of a model of one number a token."""
+        same = not folder or folder == config.model.path
+        head = {"value_head": True}
+        own = replace(shape, tied=False, **head) if same else Shape.from_config(read_hf_config(folder or ""), **head)
+        return rank_weights(own, parallel, stage, transformer_engine=built_in, lora=lora)
+
+    critic, width = 0, TRAIN[precision.train].dtype.itemsize
+    if config.algorithm.advantage == "gae":
+        own, held = critic_config(config), with_head(config.critic.path, config.lora)
+        learned = trained_weights(own.lora, own.model.freeze, held)
+        critic = sum(parameter_bytes(own.optimizer, own.parallel, own.precision, held, learned, gpus).values())
+    paths = [model.path for model in config.rewards.models.values() if not model.address]
+    scorers = sum(width * count(with_head(path)) for path in paths)
     resident = (
         parameter_bytes(opt, parallel, precision, weights, trained, gpus)
         | {"reference": _reference_bytes(reference, config.model.path, config.lora, precision.train, weights)}
         | {"masks": _mask_bytes(weights) if config.model.keep_zeros else 0}
         | {"predictors": _predictor_bytes(config.routing, shape, moe_layers)}
-        | _batch_bytes(config, shape, moe_layers, tokens)
+        | _batch_bytes(
+            config.routing,
+            config.rollout,
+            parallel,
+            precision.train,
+            config.batch.updates_per_step,
+            shape,
+            moe_layers,
+            tokens,
+            scores="old_log_probs" in Policy(config).needs,
+            referenced=config.algorithm.kl.coefficient > 0,
+        )
         | _vp2o_bytes(config.vp2o, precision.train, shape, moe_layers)
-        | _companion_bytes(config, shape, stage, tokens, gpus, kernels)
+        | {"critic": critic, "reward_models": scorers, "teacher": teacher}
         | {
             "push": _push_buffers(config.sync, precision.rollout, shape),
             "server": ASLEEP * config.rollout.colocate,
@@ -308,15 +336,29 @@ class _StepTokens:
         return cls(responses, responses * longest // context, -(-budget // context), count)
 
 
-def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _StepTokens) -> dict[str, int]:
-    """Bytes that all micro-batches of a step hold on the GPU until its last update."""
+def _batch_bytes(
+    routing: RoutingConfig,
+    rollout: RolloutConfig,
+    parallel: ParallelConfig,
+    train: str,
+    updates_per_step: int,
+    shape: Shape,
+    moe_layers: list[int],
+    tokens: _StepTokens,
+    *,
+    scores: bool,
+    referenced: bool,
+) -> dict[str, int]:
+    """Bytes that all micro-batches of a step hold on the GPU until its last update.
+
+    scores: there is a pass for old log-probs; referenced: and one of a reference.
+    """
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
-    scores = "old_log_probs" in Policy(config).needs
-    per_token += 4 * (scores + (config.algorithm.kl.coefficient > 0))
+    per_token += 4 * (scores + referenced)
     found = {"batch": per_token * tokens.of_step, "routes": 0, "features": 0}
     if not moe_layers:
         return found
-    source, share = config.routing.source, config.parallel.tensor
+    source, share = routing.source, parallel.tensor
     width = route_dtype(shape.experts).itemsize
     of_step = tokens.of_step // share
 
@@ -325,57 +367,39 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
             layers, shape.hidden, shape.experts, shape.topk, max(of_step, 1), 1, index_bytes=width
         ).index_bytes
 
-    if source in FROM_ENGINE or config.rollout.routes:
+    if source in FROM_ENGINE or rollout.routes:
         found["routes"] += table(len(shape.moe_layers))
-        if config.rollout.gates or config.routing.replay_gates:
+        if rollout.gates or routing.replay_gates:
             found["routes"] += table(len(shape.moe_layers), width=4)
     if scores:
         found["routes"] += table(len(moe_layers)) * ((source not in FROM_ENGINE) + (source == "pr2"))
-        cached = min(config.routing.cached_tokens, config.rollout.max_new_tokens) * tokens.responses
-        cached //= share * config.parallel.context
+        cached = min(routing.cached_tokens, rollout.max_new_tokens) * tokens.responses
+        cached //= share * parallel.context
         found["features"] = 4 * shape.experts * cached  # logits
         if source in PREDICTING:  # the predictor's bias, and router inputs where an update learns: in all but the first
-            inputs = TRAIN[config.precision.train].dtype.itemsize * shape.hidden * cached
-            found["features"] += 4 * shape.experts * cached + inputs - inputs // config.batch.updates_per_step
+            inputs = TRAIN[train].dtype.itemsize * shape.hidden * cached
+            found["features"] += 4 * shape.experts * cached + inputs - inputs // updates_per_step
         found["features"] *= len(moe_layers)
     return found
 
 
-def _companion_bytes(
-    config: Config, shape: Shape, stage: int, tokens: _StepTokens, gpus: int, kernels: Kernels
-) -> dict[str, int]:
-    """Bytes of the critic, with its gradients and optimizer, of reward models and of a teacher, on a rank of a stage."""
-
-    def weights_of(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
-        same = not folder or folder == config.model.path
-        own = (
-            replace(shape, tied=False, value_head=True)
-            if same
-            else Shape.from_config(read_hf_config(folder or ""), value_head=True)
-        )
-        options = {"transformer_engine": kernels.transformer_engine, "lora": lora}
-        return rank_weights(own, config.parallel, stage, **options)
-
-    critic, width = 0, TRAIN[config.precision.train].dtype.itemsize
-    if config.algorithm.advantage == "gae":
-        own = critic_config(config)
-        held = weights_of(config.critic.path, config.lora)
-        trained = trained_weights(own.lora, own.model.freeze, held)
-        found = parameter_bytes(own.optimizer, own.parallel, own.precision, held, trained, gpus)
-        critic = sum(found.values())
-    scorers = [model.path for model in config.rewards.models.values() if not model.address]
-    teacher, folder = 0, config.distillation.teacher
-    if folder is not None:
-        other = Shape.from_config(read_hf_config(folder))
-        teacher = width * count(
-            rank_weights(other, config.parallel, stage, transformer_engine=kernels.transformer_engine)
-        )
-        if config.distillation.placement == "loss" and stage == config.parallel.pipeline - 1:
-            teacher += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
-        layers = {layer for _, layer in config.distillation.feature_layers}
-        teacher += width * other.hidden * tokens.of_step * len(layers)
-    models = sum(width * count(weights_of(path)) for path in scorers)
-    return {"critic": critic, "reward_models": models, "teacher": teacher}
+def _teacher_bytes(
+    distillation: DistillationConfig,
+    parallel: ParallelConfig,
+    train: str,
+    stage: int,
+    tokens: _StepTokens,
+    kernels: Kernels,
+) -> int:
+    """Bytes of a teacher, and of what it says of a step, on a rank of a stage."""
+    if distillation.teacher is None:
+        return 0
+    width, other = TRAIN[train].dtype.itemsize, Shape.from_config(read_hf_config(distillation.teacher))
+    held = width * count(rank_weights(other, parallel, stage, transformer_engine=kernels.transformer_engine))
+    if distillation.placement == "loss" and stage == parallel.pipeline - 1:
+        held += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
+    layers = {layer for _, layer in distillation.feature_layers}
+    return held + width * other.hidden * tokens.of_step * len(layers)
 
 
 def _predictor_bytes(routing: RoutingConfig, shape: Shape, moe_layers: list[int]) -> int:

@@ -6,7 +6,7 @@ A run's config.yaml has ids with the commit that they meant, which a run that go
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, is_dataclass, replace
@@ -75,7 +75,7 @@ def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) 
         raise UserError(
             "config: model.path is empty; give a Hugging Face model folder, or an id of the hub (owner/name)"
         )
-    known = _ids_so_far(config)
+    known = _ids_so_far(config.run_dir, model_places(config))
     for place, text in read_places(config, reader).items():
         if config_alone and place[0] in ("lora", "rollout"):
             continue
@@ -104,13 +104,12 @@ def with_ids(config: Config) -> Config:
     return config
 
 
-def check_alike(config: Config, first: Config) -> None:
+def check_alike(mine: Mapping[Place, str], first: Mapping[Place, str]) -> None:
     """Refuse models of this process that are others than the first one's, as where a branch moved between two look-ups.
 
-    config, first: as `with_ids` has them. Errors: UserError naming the key.
+    mine, first: `model_places` of configs as `with_ids` has them. Errors: UserError naming the key.
     """
-    mine, wanted = model_places(config), model_places(first)
-    for place, text in wanted.items():
+    for place, text in first.items():
         if mine[place] != text:
             raise UserError(
                 f"config: {_key(place)}: this process has found {mine[place]}, and the first one {text}; name one of the two"
@@ -152,14 +151,14 @@ def _pinned(text: str, known: str | None) -> str:
     return known if same else text
 
 
-def _ids_so_far(config: Config) -> dict[Place, str]:
+def _ids_so_far(run_dir: Path, places: Iterable[Place]) -> dict[Place, str]:
     """Models of the run's config.yaml; nothing where there is none, or it is damaged."""
     try:
-        before = yaml.safe_load((config.run_dir / "config.yaml").read_text())
+        before = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     found: dict[Place, str] = {}
-    for place in model_places(config):
+    for place in places:
         with suppress(LookupError, TypeError):
             found[place] = str(_value(before, place))
     return found

@@ -133,7 +133,7 @@ class RunLogger:
         self._resume_step = resume_step
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_step)
         self._samples = JsonLines(self.run_dir / SAMPLES_FILE, resume_step)
-        self._progress = _ProgressLine(config, resume_step, active=active)
+        self._progress = _ProgressLine(config.steps, resume_step, active=active, shown=config.logging.progress)
         self._services: list[Callable[[Mapping[str, float], int], object]] | None = None
         """Functions that get each line's (numbers, step), from the first line on."""
         self._open = ExitStack()
@@ -307,15 +307,15 @@ def _plain(value: Any) -> Any:
 class _ProgressLine:
     """A live line on a terminal, plain lines elsewhere: step, reward, mismatch KL, tokens/s, time left."""
 
-    def __init__(self, config: Config, resume_step: int, *, active: bool) -> None:
-        self._steps = config.steps
+    def __init__(self, steps: int, resume_step: int, *, active: bool, shown: bool) -> None:
+        self._steps = steps
         self._first = resume_step
         self._start: float | None = None
         self._text = ""
         """Progress of the last step."""
         self._noted = time.monotonic()
         """When something was said last."""
-        self._on = active and config.logging.progress
+        self._on = active and shown
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not active)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.description}"))
         live = self._on and self._console.is_terminal

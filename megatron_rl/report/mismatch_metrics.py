@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.correction import TokenWeights, bias_bound
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config import Config
+from megatron_rl.config import CorrectionConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics import mismatch
 from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, merge, minimum
@@ -19,15 +19,21 @@ from megatron_rl.trainer.trainer import Update
 
 
 def mismatch_metrics(
-    config: Config, rollout_batch: list[list[Batch]], updates: list[Update], rewards: Mapping[str, float]
+    correction: CorrectionConfig,
+    rollout_batch: list[list[Batch]],
+    updates: list[Update],
+    rewards: Mapping[str, float],
+    *,
+    pruned: bool,
+    max_new_tokens: int,
 ) -> Metrics:
     """Metrics of this process's micro-batches of a step, after their updates. Context-parallel ranks call it together.
 
     mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
     stayed in the update, with the importance weight in the place of the ratio where there is one (correction.mode), and
-    what became of the others. pruning/*: what the safe set leaves out. rewards: weights of the reward's parts.
+    what became of the others. pruning/*: what the safe set leaves out. rewards: weights of the reward's parts. pruned:
+    pruning.enabled; max_new_tokens: rollout.max_new_tokens.
     """
-    correction, pruned = config.correction, config.pruning.enabled
     corrects = correction.mode != "none" or bool(correction.veto) or correction.reject != "none" or pruned
     seen = chain.from_iterable(update.tokens for update in updates)
     parts: list[Metrics] = []
@@ -47,7 +53,7 @@ def mismatch_metrics(
             found |= {"corrected": derived(mismatch.figures, after)} | _correction_metrics(batch)
         if pruned:
             largest = sum(abs(weight) for weight in rewards.values())
-            found |= _pruning_metrics(batch, largest * config.rollout.max_new_tokens)
+            found |= _pruning_metrics(batch, largest * max_new_tokens)
         parts.append(found)
     return merge(parts)
 

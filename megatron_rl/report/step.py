@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
@@ -35,10 +34,18 @@ def log_step(
     clock: Clock,
 ) -> None:
     """Log the training step that has just ended (all ranks call; rank 0 writes). engine: this process's metrics of it."""
-    measured = reward_metrics(run.config, trajectories) | engine
+    config = run.config
+    measured = reward_metrics(trajectories, agents=config.rollout.program != "single_turn") | engine
     # Of the first epoch, whose updates have each token once.
     learned, first = rollout_batch[: len(updates)], updates[: len(rollout_batch)]
-    mismatch = mismatch_metrics(run.config, learned, first, run.task.weights)
+    mismatch = mismatch_metrics(
+        config.correction,
+        learned,
+        first,
+        run.task.weights,
+        pruned=config.pruning.enabled,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
     if run.trainer.reports:
         measured |= mismatch
     times = clock.times()
@@ -92,8 +99,8 @@ def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
     )
 
 
-def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
-    """Rewards and lengths of this leader's trajectories of a step."""
+def reward_metrics(trajectories: list[Trajectory], *, agents: bool) -> Metrics:
+    """Rewards and lengths of this leader's trajectories of a step. agents: they are conversations."""
     samples = [t for t in trajectories if not t.part]
     return {
         "reward": derived(
@@ -104,7 +111,7 @@ def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
         "response/length_quantile": quantiles(t.response_length for t in trajectories),
         "response/truncated": mean(sum(t.truncated for t in samples), len(samples)),
         "tokens": total(sum(len(t.tokens) for t in trajectories)),
-        **(agent_metrics(trajectories) if config.rollout.program != "single_turn" else {}),
+        **(agent_metrics(trajectories) if agents else {}),
     }
 
 

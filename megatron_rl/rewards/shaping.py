@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 
 from megatron_rl.algorithms.advantages import batch_normalized
-from megatron_rl.config import Config
+from megatron_rl.config import RewardsConfig
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.distributed.parallel import Ranks
 
@@ -17,27 +18,36 @@ def overlong(length: int, longest: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
-def set_outcome_rewards(config: Config, ranks: Ranks, trajectories: list[Trajectory]) -> None:
+def set_outcome_rewards(
+    settings: RewardsConfig,
+    weights: Mapping[str, float],
+    ranks: Ranks,
+    trajectories: list[Trajectory],
+    *,
+    process: str | None,
+    bootstraps: bool,
+) -> None:
     """Set `outcome_reward` of this leader's trajectories. Collective.
+
+    weights: data.rewards. process, bootstraps: process_rewards and bootstraps_truncated of `Config`.
 
     The reward of each sample, without what a process reward model pays at the ends of steps, is clipped (rewards.clip) and
     whitened over the step (rewards.whiten). What is masked has 0. Of what was cut off, and whose last state's value stands
     for what would have come, the length penalty alone is left: a score would count twice.
     """
     judged = [t for t in trajectories if not t.masked and not t.part]
-    cut_off = [t for t in judged if config.bootstraps_truncated and t.truncated]
-    scored = [t for t in judged if not (config.bootstraps_truncated and t.truncated)]
-    process = config.process_rewards
-    weight = config.data.rewards.get(process or "", 1.0)
+    cut_off = [t for t in judged if bootstraps and t.truncated]
+    scored = [t for t in judged if not (bootstraps and t.truncated)]
+    weight = weights.get(process or "", 1.0)
     values = torch.tensor(
         [t.reward - (weight * t.reward_parts[process] if process else 0.0) for t in scored], dtype=torch.float64
     )
-    if config.rewards.clip is not None:
-        values = values.clamp(-config.rewards.clip, config.rewards.clip)
-    if config.rewards.whiten:
+    if settings.clip is not None:
+        values = values.clamp(-settings.clip, settings.clip)
+    if settings.whiten:
         counted = torch.ones_like(values, dtype=torch.bool)
         values = batch_normalized(values, counted, lambda mine: torch.stack(ranks.gather_from_leaders(mine)).sum(0))
-    of_length = config.data.rewards.get(OVERLONG, 1.0)
+    of_length = weights.get(OVERLONG, 1.0)
     penalties = torch.tensor([of_length * t.reward_parts.get(OVERLONG, 0.0) for t in cut_off])
     for some, rewards in ((scored, values), (cut_off, penalties)):
         for trajectory, reward in zip(some, rewards.float().tolist(), strict=True):

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from megatron_rl.agents.programs import rollout_program
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.checks.eval_sets import eval_sets, held_out_questions, question
-from megatron_rl.checks.model_folders import check_alike, with_ids
+from megatron_rl.checks.model_folders import check_alike, model_places, with_ids
 from megatron_rl.checks.preflight import preflight
 from megatron_rl.checks.rl_rules import loss_hints
 from megatron_rl.config import Config, LoRAConfig
@@ -120,8 +120,8 @@ class Run:
         self.kind: Kind = kind
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
-        first = self.ranks.main_does(lambda: with_ids(config))
-        self.ranks.all_do(lambda: check_alike(with_ids(config), first))
+        first = self.ranks.main_does(lambda: model_places(with_ids(config)))
+        self.ranks.all_do(lambda: check_alike(model_places(with_ids(config)), first))
         self.tokenizer = read_tokenizer(config.model.path)
         program = rollout_program(config.rollout.program)
         self.task = build_task(
@@ -136,7 +136,7 @@ class Run:
         if kind != "score":
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
             check_forms(self.stream.prompts, self.program, _learned(self.program, kind))
-        self.eval_sets = eval_sets(config, kind, self.program)
+        self.eval_sets = eval_sets(config.data, config.eval, config.rollout, config.rewards, kind, self.program)
         if kind != "score" and (unseen := held_out_questions(self.eval_sets)):
             self.stream.leave_out(lambda prompt: question(prompt, config.data.template) in unseen)
         if kind not in OFFLINE:
@@ -169,7 +169,14 @@ class Run:
             max_new_tokens=config.rollout.max_new_tokens,
             tokenizer=None if config.rollout.load else self.tokenizer,
             zero_truncated=config.zero_truncated,
-            shape=partial(set_outcome_rewards, config, self.ranks),
+            shape=partial(
+                set_outcome_rewards,
+                config.rewards,
+                config.data.rewards,
+                self.ranks,
+                process=config.process_rewards,
+                bootstraps=config.bootstraps_truncated,
+            ),
             folder=self.folder / "judgements" if kind == "train" else None,
         )
         if kind in ("train", "sample"):
@@ -203,7 +210,7 @@ class Run:
                 config.steps, config.batch, config.algorithm.advantage, config.critic, self.kind
             ),
             support=self.support if training else SamplingSupport(),
-            hooks=update_hooks(config) if training else data_hooks(config),
+            hooks=update_hooks(config) if training else data_hooks(config.model),
             value_head=self.kind == "reward",
             reference=reference_of(config.model.path, config.dpo, config.policy_reference, self.kind),
         )

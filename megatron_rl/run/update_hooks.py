@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config import PREDICTING, Config
+from megatron_rl.config import PREDICTING, Config, ModelConfig
 from megatron_rl.config.registry import resolve
 from megatron_rl.errors import UserError
 from megatron_rl.hooks.guards import AgreementFloor, OnPolicy, TargetKL
@@ -39,17 +39,17 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
     if config.algorithm.target_kl is not None:
         hooks.append(TargetKL(config.algorithm.target_kl, config.batch.updates))
     # After those that change gradients: what they make of the zeros' is taken away too.
-    return [*hooks, *(_outside(name, config) for name in config.hooks), *_kept_zeros(config)]
+    return [*hooks, *(_outside(name, config) for name in config.hooks), *_kept_zeros(config.model.keep_zeros)]
 
 
-def data_hooks(config: Config) -> list[UpdateHook]:
+def data_hooks(model: ModelConfig) -> list[UpdateHook]:
     """Hooks of a run that learns from data alone."""
-    rate = config.model.moe_bias_update_rate
-    return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(config)]
+    rate = model.moe_bias_update_rate
+    return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(model.keep_zeros)]
 
 
-def _kept_zeros(config: Config) -> list[UpdateHook]:
-    return [KeepZeros(config.model.keep_zeros)] if config.model.keep_zeros else []
+def _kept_zeros(keep: bool | list[str]) -> list[UpdateHook]:
+    return [KeepZeros(keep)] if keep else []
 
 
 def _outside(name: str, config: Config) -> UpdateHook:

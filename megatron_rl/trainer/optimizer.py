@@ -14,22 +14,27 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config import Config, OptimizerConfig
+from megatron_rl.config import OptimizerConfig, ParallelConfig
 from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.models.precision import TRAIN
 
 
 def wrap_ddp(
-    config: Config, chunks: Sequence[GPTModel], bucket_size: int | None = None, *, reduce_early: bool = True
+    parallel: ParallelConfig,
+    gradients: str,
+    chunks: Sequence[GPTModel],
+    bucket_size: int | None = None,
+    *,
+    reduce_early: bool = True,
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step.
 
-    reduce_early: beside the backward, where that helps.
+    gradients: precision.gradients. reduce_early: beside the backward, where that helps.
     """
-    overlap = config.parallel.overlap_param_gather
+    overlap = parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision.gradients == "fp32",
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        grad_reduce_in_fp32=gradients == "fp32",
+        use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=(overlap or torch.cuda.is_available()) and reduce_early,
         overlap_param_gather=overlap,
         bucket_size=bucket_size,
@@ -71,9 +76,11 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
-    """Megatron's optimizer of `optimizer.name` over the chunks' trainable parameters."""
-    opt, dtype, gpu = config.optimizer, TRAIN[config.precision.train].dtype, torch.cuda.is_available()
+def make_optimizer(
+    opt: OptimizerConfig, parallel: ParallelConfig, train: str, chunks: list[DistributedDataParallel]
+) -> ChainedOptimizer:
+    """Megatron's optimizer of `optimizer.name` over the chunks' trainable parameters. train: precision.train."""
+    dtype, gpu = TRAIN[train].dtype, torch.cuda.is_available()
     moments = torch.bfloat16 if opt.moments == "bf16" else torch.float32
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -84,8 +91,8 @@ def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Cha
             clip_grad=opt.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=config.parallel.distributed_optimizer,
-            overlap_param_gather=config.parallel.overlap_param_gather,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
             # The optimizer of two devices is written for the gradients of the precision-aware one.
             use_precision_aware_optimizer=opt.precision_aware or opt.cpu_offload > 0,
             exp_avg_dtype=moments,

@@ -198,8 +198,9 @@ class Trainer:
     def _prepare_updates(self, total: int) -> None:
         # Gradients that are changed before they are reduced cannot be reduced beside the backward.
         early = not any(hook.changes_gradients for hook in self.hooks)
-        self.ddp = wrap_ddp(self.config, self.chunks, reduce_early=early)
-        self._optimizer = make_optimizer(self.config, self.ddp)
+        parallel, precision = self.config.parallel, self.config.precision
+        self.ddp = wrap_ddp(parallel, precision.gradients, self.chunks, reduce_early=early)
+        self._optimizer = make_optimizer(self.config.optimizer, parallel, precision.train, self.ddp)
         self.scheduler = make_scheduler(self.config.optimizer, self._optimizer, total)
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = self._finalize

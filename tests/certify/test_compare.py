@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.certify.certificate import Step, as_json, outcome, page, verdict
+from megatron_rl.certify.certificate import Step, as_json, facts_of, outcome, page, verdict
 from megatron_rl.certify.compare import LOG_PROBS, Recorded, common_prefix, compare, matching_rows, order_of
 from megatron_rl.certify.engine_side import read_passes
 from megatron_rl.config.load import build_config
@@ -190,15 +190,17 @@ def test_the_page_names_the_step_and_the_place(rng):
         Step("alone = among others", "a and b", compare(side, copied(side))),
         Step("trainer = decode", "c and d", compare(side, other)),
     ]
-    off, on = (build_config({"precision": {"identical": on}}) for on in (False, True))
-    assert verdict(on, steps).startswith("Not equal: trainer = decode: unequal, first 'MLP norm' of layer 1: 1 of")
-    assert "is off, so that this is a report" in verdict(off, steps)
-    text = page(on, steps, {"torch": "2"})
+    config = build_config({"precision": {"identical": True}})
+    sections = config.model, config.precision, config.parallel, config.rollout.server
+    facts = facts_of(*sections, {"torch": "2"})
+    assert verdict(True, steps).startswith("Not equal: trainer = decode: unequal, first 'MLP norm' of layer 1: 1 of")
+    assert "is off, so that this is a report" in verdict(False, steps)
+    text = page(config.name, facts, True, steps)
     [line] = [line for line in text.splitlines() if line.startswith("| MLP norm |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1] == cells[3] == "equal" and cells[2].startswith("0.5 (1 of")
-    found = as_json(on, steps, {})
+    found = as_json(facts, True, steps)
     assert (found["equal"], found["steps"][0]["equal"]) == (False, True)
     assert found["steps"][1]["first"] == {"layer": 1, "operator": "MLP norm"}
-    assert verdict(on, steps[:1]) == "Trainer and engine are equal to the last bit."
-    assert as_json(on, steps[:1], {})["equal"]
+    assert verdict(True, steps[:1]) == "Trainer and engine are equal to the last bit."
+    assert as_json(facts, True, steps[:1])["equal"]

@@ -45,7 +45,7 @@ def made(tokenizer, kind="train", **tree):
     program = Agents if config.rollout.program == "agent" else SingleTurn
     task = build_task(config.data, demonstrations=kind == "sft", more_parts=program.parts)
     form = program(config, tokenizer, task, ONE_PROCESS)
-    return form, eval_sets(config, kind, form)
+    return form, eval_sets(config.data, config.eval, config.rollout, config.rewards, kind, form)
 
 
 def test_without_sets_there_is_the_one_of_the_data(tokenizer, tmp_path):

@@ -361,12 +361,12 @@ def test_a_runs_config_has_ids_and_commits(tiny_model, tmp_path, monkeypatch):
 def test_processes_that_found_different_commits_are_told():
     """As on two machines whose caches were filled at different times."""
     first = everywhere(lambda number: f"some/model{number}@{FIRST}")
-    check_alike(first, first)
+    check_alike(model_places(first), model_places(first))
     for place in model_places(first):
         text = model_places(first)[place]
         other = replaced(first, place, text.replace(FIRST, SECOND))
         with pytest.raises(UserError, match=f"{SECOND}, and the first one {text}; name one of the two commits"):
-            check_alike(other, first)
+            check_alike(model_places(other), model_places(first))
 
 
 def in_cache(cache: str, arguments: tuple[str, ...], log: Path) -> None:

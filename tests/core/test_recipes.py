@@ -209,7 +209,7 @@ def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
     sets = {name: replace(one, path=str(rows)) for name, one in config.eval.sets.items()}
     config = replace(config, eval=replace(config.eval, sets=sets))
     form, _ = made(config, tmp_path, file.stem, "train")
-    for one in eval_sets(config, "train", form):
+    for one in eval_sets(config.data, config.eval, config.rollout, config.rewards, "train", form):
         assert len(one.prompts) == 4 and one.samples == config.eval.samples
         right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
         assert right[0]["correct"] == 1.0

@@ -36,7 +36,8 @@ def measured(ratios=RATIOS, pruned=0.0, margin=0.0, **config) -> dict[str, float
     objective = Policy(config, Totals(int(batch.mask.sum()), 2))
     result = objective(batch, HeadOutputs(train, torch.zeros_like(train), lost, margins))
     updates = [Update(result.metrics, [result.tokens])]
-    return figures(mismatch_metrics(config, [[batch]], updates, {"answer": 2.0, "length": -0.5}))
+    said = {"pruned": config.pruning.enabled, "max_new_tokens": config.rollout.max_new_tokens}
+    return figures(mismatch_metrics(config.correction, [[batch]], updates, {"answer": 2.0, "length": -0.5}, **said))
 
 
 def ess(weights) -> float:

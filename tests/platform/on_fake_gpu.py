@@ -246,7 +246,9 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     metrics = over_ranks(ranks, [*(result.metrics for result in results), *observed])
     assert any(name.startswith("routing/layer_01/kl") for name in metrics)
     stage("sums")
-    mismatch_metrics(config, [batches], [Update(metrics, [result.tokens for result in results])], {"a": 1.0})
+    updates = [Update(metrics, [result.tokens for result in results])]
+    said = {"pruned": config.pruning.enabled, "max_new_tokens": config.rollout.max_new_tokens}
+    mismatch_metrics(config.correction, [batches], updates, {"a": 1.0}, **said)
     stage("mismatch")
     parallel.shutdown()
     return {"stages": stages, "devices": sorted(devices), "grad": total.requires_grad}

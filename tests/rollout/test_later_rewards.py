@@ -185,7 +185,8 @@ def test_advantages_see_rewards_within_a_limit_and_whitened(whiten):
     rewards = np.random.default_rng().normal(0, 3, 50)
     first = [trajectory(reward=reward) for reward in rewards]
     found = [one for t in first for one in (t, trajectory(part=1), trajectory(reward=9.0, masked=True))]
-    set_outcome_rewards(config, ALONE, found)
+    said = {"process": config.process_rewards, "bootstraps": config.bootstraps_truncated}
+    set_outcome_rewards(config.rewards, config.data.rewards, ALONE, found, **said)
     expected = rewards.clip(-2, 2)
     expected = (expected - expected.mean()) / expected.std() if whiten else expected
     for t, part, masked, outcome in zip(found[::3], found[1::3], found[2::3], expected, strict=True):
@@ -210,5 +211,6 @@ def test_what_is_bootstrapped_is_paid_for_its_length_alone():
     found = [trajectory(reward=5.0, finish_reason=reason) for reason in ("stop", "length")]
     for t in found:
         t.reward_parts = parts
-    set_outcome_rewards(config, ALONE, found)
+    said = {"process": config.process_rewards, "bootstraps": config.bootstraps_truncated}
+    set_outcome_rewards(config.rewards, config.data.rewards, ALONE, found, **said)
     assert [t.outcome_reward for t in found] == [5.0 - 0.5 * 4.0, 3.0 * -0.5]

@@ -53,7 +53,8 @@ def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory],
     """As `train` has them after a collection: on leaders alone."""
     share = share_of(len(trajectories), ranks.data_rank, ranks.data_size)
     mine = [trajectories[i] for i in share] if ranks.is_leader else []
-    set_outcome_rewards(config, ranks, mine)
+    said = {"process": config.process_rewards, "bootstraps": config.bootstraps_truncated}
+    set_outcome_rewards(config.rewards, config.data.rewards, ranks, mine, **said)
     Advantages(config, SimpleNamespace(ranks=ranks), None).compute_group_advantages(mine)
     return mine
 

@@ -169,7 +169,8 @@ def run_layout(
         trainer._step = step
         if update == 0:
             result |= {"metrics": figures(done.metrics), "grads": captured.get("grads"), "micro_batches": len(batches)}
-            mismatch = mismatch_metrics(config, [batches], [done], {"correct": 1.0})
+            said = {"pruned": config.pruning.enabled, "max_new_tokens": config.rollout.max_new_tokens}
+            mismatch = mismatch_metrics(config.correction, [batches], [done], {"correct": 1.0}, **said)
             result["mismatch"] = figures(over_ranks(ranks, [mismatch] if trainer.reports else []))
             result["vp2o"] = {name: value for name, value in result["metrics"].items() if name.startswith("vp2o/")}
             if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them

@@ -184,7 +184,8 @@ def advantages_of(
     whole = replace(trainer.config, algorithm=algorithm)
     whole = whole if of_steps else replace(whole, rewards=RewardsConfig())
     advantages = Advantages(whole, trainer, critic if algorithm.advantage == "gae" else None)
-    set_outcome_rewards(whole, ranks, mine)
+    said = {"process": whole.process_rewards, "bootstraps": whole.bootstraps_truncated}
+    set_outcome_rewards(whole.rewards, whole.data.rewards, ranks, mine, **said)
     advantages.compute_group_advantages(mine)
     samples = redistribute(mine, updates, ranks)
     batches = [trainer.pack(of_update) for of_update in samples]

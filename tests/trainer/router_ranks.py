@@ -28,7 +28,7 @@ def make_trainer(model: str, overrides: dict) -> Trainer:
     config = make_config(model, overrides)
     ranks = parallel.initialize(config.parallel, config.seed)
     trainer = build_trainer(
-        config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=data_hooks(config)
+        config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=data_hooks(config.model)
     )
     settings = trainer.chunks[0].config
     finalize = settings.finalize_model_grads_func

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,12 +14,12 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.checks.architecture import routers, teacher_folder
 from megatron_rl.checks.fit import check_fits
-from megatron_rl.checks.identical_precision import identical
+from megatron_rl.checks.identical_precision import IDENTICAL
 from megatron_rl.checks.key_rules import ADAPTERS, MEMORY
 from megatron_rl.checks.lora import adapted_layers
 from megatron_rl.checks.preference_learning import judges, pooling, process_rewards, reference, scorers
 from megatron_rl.checks.prune_command import pruned_model
-from megatron_rl.checks.refusals import Check, Refusal, errors_of, refuse
+from megatron_rl.checks.refusals import Check, Refusal, Rule, errors_of, refuse
 from megatron_rl.config import (
     OF_TOKENS,
     AlgorithmConfig,
@@ -65,11 +65,9 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
     """
     hf_config, machine = read_hf_config(config.model.path), this_machine()
     facts = {"kind": kind, "world_size": world_size, "hf_config": hf_config, "machine": machine}
-    refuse(config, *(check for check, kinds in RULES.items() if kind in kinds), **facts)
+    refuse(config, *(check for kinds, checks in RULES if kind in kinds for check in checks), **facts)
     if kind == "train" and config.algorithm.advantage == "gae":
         _check_critic(config, facts)
-    if kind in LEARNING:
-        refuse(config, *MEMORY, machine=machine)
     if kind in LEARNING and torch.cuda.is_available():
         check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
     return hf_config
@@ -215,17 +213,17 @@ def _weights(
     )
 
 
-def _packages(model: ModelConfig, machine: Machine) -> Iterator[Refusal]:
-    """Refuse parts of Megatron whose package is missing: the first forward pass would fail."""
-    yield Refusal(
-        model.moe_router_fusion and not (machine.gpu and machine.transformer_engine),
-        "model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
-        " (tools/setup.sh --gpu)",
-    )
-    yield Refusal(
-        model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None,
+PACKAGES = (
+    Rule(
+        lambda model, machine: model.moe_router_fusion and not (machine.gpu and machine.transformer_engine),
+        "model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it (tools/setup.sh --gpu)",
+    ),
+    Rule(
+        lambda model: model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None,
         "model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it",
-    )
+    ),
+)
+"""Rules of parts of Megatron whose package is missing: the first forward pass would fail."""
 
 
 def _kernels(
@@ -287,27 +285,18 @@ def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, machine: Machine) -
 
 
 ASKING: tuple[Kind, ...] = ("train", "sample")
-RULES: dict[Check, tuple[Kind, ...]] = {
-    _precision: (*ASKING, *OFFLINE),
-    identical: (*ASKING, *OFFLINE),
-    _outside: ASKING,
-    _extra_args: ASKING,
-    places: ASKING,
-    pooling: ("reward",),
-    reference: ("train", "dpo"),
-    scorers: ASKING,
-    process_rewards: ASKING,
-    judges: ASKING,
-    teacher_folder: LEARNING,
-    pruned_model: ("prune",),
-    _policy: ("train",),
-    _experts: LEARNING,
-    _weights: LEARNING,
-    routers: LEARNING,
-    adapted_layers: LEARNING,
-    _packages: ("train", *OFFLINE),
-    _kernels: ("train", *OFFLINE),
-    activate_flash: ("train", *OFFLINE),
-    _shared_memory: ("train",),
-}
-"""Rules in the order in which they are looked at -> the commands that they are of."""
+RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
+    ((*ASKING, *OFFLINE), (_precision, *IDENTICAL)),
+    (ASKING, (_outside, _extra_args, places)),
+    (("reward",), (pooling,)),
+    (("train", "dpo"), (reference,)),
+    (ASKING, (scorers, process_rewards, judges)),
+    (LEARNING, (teacher_folder,)),
+    (("prune",), (pruned_model,)),
+    (("train",), (_policy,)),
+    (LEARNING, (_experts, _weights, routers, adapted_layers)),
+    (("train", *OFFLINE), (*PACKAGES, _kernels, activate_flash)),
+    (LEARNING, MEMORY),
+    (("train",), (_shared_memory,)),
+)
+"""Commands, and the checks of their models and of this machine, in the order in which they are made."""

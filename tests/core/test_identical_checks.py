@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from megatron_rl.checks.identical_precision import identical
+from megatron_rl.checks.identical_precision import IDENTICAL
 from megatron_rl.checks.refusals import refuse
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
@@ -20,7 +20,7 @@ FINE = {"precision": {"identical": True, "train": "fp32", "rollout": "fp32"}}
 
 def check(values: dict, machine: Machine = NO_GPU) -> None:
     merged = {section: {**FINE.get(section, {}), **values.get(section, {})} for section in {*FINE, *values}}
-    refuse(build_config(merged), identical, hf_config=HF_CONFIG, machine=machine)
+    refuse(build_config(merged), *IDENTICAL, hf_config=HF_CONFIG, machine=machine)
 
 
 def test_what_can_be():

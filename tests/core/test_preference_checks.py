@@ -25,8 +25,8 @@ from megatron_rl.reward_model import TAKES as REWARD
 def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
     """By the keys alone, and by the folders that they name."""
     check_keys(config, kind, world_size)
-    rules = model_and_machine.RULES.items()
-    mine = [check for check, kinds in rules if kind in kinds and check.__module__ == preference_learning.__name__]
+    found = [check for kinds, checks in model_and_machine.RULES if kind in kinds for check in checks]
+    mine = [check for check in found if check in vars(preference_learning).values()]
     refuse(config, *mine, kind=kind, world_size=world_size)
 
 

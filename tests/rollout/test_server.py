@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config import ServerConfig
+from megatron_rl.config import Config, ServerConfig
 from megatron_rl.config.load import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_folder import check_served
@@ -35,6 +35,10 @@ from tools.make_tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 120
+
+
+def served(config: Config) -> tuple[str, str, ServerConfig]:
+    return config.model.path, config.precision.rollout, config.rollout.server
 
 
 def tree(pid: int) -> list[int]:
@@ -213,7 +217,7 @@ def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, chan
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     config = build_config({"model": {"path": str(folder)}, "rollout": {"context_length": 64}})
     with pytest.raises(UserError, match=message):
-        check_served(config, read_hf_config(folder), pushes=False)
+        check_served(*served(config), read_hf_config(folder), pushes=False)
 
 
 def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
@@ -221,9 +225,9 @@ def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     config = build_config({"model": {"path": str(folder)}})
-    check_served(config, read_hf_config(folder), pushes=False)
+    check_served(*served(config), read_hf_config(folder), pushes=False)
     with pytest.raises(UserError, match=r"as mxfp4.*megatron-rl convert"):
-        check_served(config, read_hf_config(folder), pushes=True)
+        check_served(*served(config), read_hf_config(folder), pushes=True)
 
 
 def test_on_a_gpu_a_server_compiles_with_its_own_environments_tools(tmp_path, monkeypatch):
@@ -258,19 +262,19 @@ def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     config = build_config({"model": {"path": str(folder)}})
     with pytest.raises(UserError, match=r"as fp8 .*whose products need a GPU; write plain ones: megatron-rl convert"):
-        check_served(config, read_hf_config(folder), pushes=False)
+        check_served(*served(config), read_hf_config(folder), pushes=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    check_served(config, read_hf_config(folder), pushes=False)
+    check_served(*served(config), read_hf_config(folder), pushes=False)
 
 
 def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
     """On a GPU by the tensor's name; without one any sizes are rounded alike."""
     folder = make_tiny_model("qwen3_moe", tmp_path / "model")
     config = build_config({"model": {"path": str(folder)}, "precision": {"rollout": "fp8"}})
-    check_served(config, read_hf_config(folder), pushes=True)
+    check_served(*served(config), read_hf_config(folder), pushes=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang wants multiples of 128"):
-        check_served(config, read_hf_config(folder), pushes=True)
+        check_served(*served(config), read_hf_config(folder), pushes=True)
 
 
 def test_flags_of_an_fp8_server(tmp_path):
@@ -402,7 +406,7 @@ def test_a_server_that_takes_too_long_is_ended(reference, tmp_path):
 
 OWNER = """
 import sys, time
-from megatron_rl.config import ServerConfig
+from megatron_rl.config import Config, ServerConfig
 from megatron_rl.servers.server import RolloutServer
 server = RolloutServer(sys.argv[1], ServerConfig(threads=1, memory_fraction=0.2), log_path=sys.argv[2])
 server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import importlib.util
 import os
@@ -126,6 +127,7 @@ def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
     return b"".join(b"%s %d\n" % (base64.b64encode(token), number) for number, token in enumerate(tokens))
 
 
+@functools.lru_cache(maxsize=1)  # a second, and each evaluation set has a dialect of its own
 def _load_from(ranks: bytes) -> HarmonyEncoding:
     """The encoding of the vocabulary in a .tiktoken file. Errors: HarmonyError where it is not the library's."""
     before = os.environ.get(_BASE)

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.preloaded import PYTHON_WITH_PACKAGES
+from tests.waiting import gone, wait_for
 from tests.zygote import FOLDER, Process, Zygote
 
 ASKS = """
@@ -40,13 +40,6 @@ def end(status: int) -> None:
     if status < 0:
         os.kill(os.getpid(), -status)
     sys.exit(status)
-
-
-def gone(pid: int, patience_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + patience_s
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not Path(f"/proc/{pid}").exists()
 
 
 def test_it_has_environment_folder_and_path_of_who_asks(zygote, tmp_path, monkeypatch):
@@ -91,7 +84,7 @@ def test_it_is_killed_and_ends_with_the_object_that_stands_for_it(zygote):
     assert killed.exitcode == -signal.SIGKILL
     pid = dropped.pid
     del dropped
-    assert gone(pid)
+    wait_for(lambda: gone(pid))
 
 
 def test_nothing_outlives_a_process_that_asked_and_was_killed():
@@ -105,7 +98,7 @@ def test_nothing_outlives_a_process_that_asked_and_was_killed():
     finally:
         asks.kill()
         asks.wait(20)
-    assert gone(process) and gone(parent)
+    wait_for(lambda: gone(process) and gone(parent))
 
 
 def test_a_zygote_has_the_environment_of_the_run_whoever_asks_first(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.sandbox import bubblewrap
 from megatron_rl.tools.interpreter import OUTPUT_BYTES, PythonTool, Session
 from megatron_rl.tools.tool import ToolError, ToolLost
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
@@ -131,9 +132,7 @@ def test_a_session_that_is_ended_while_it_runs():
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + 30
-    while session._container is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: session._container, 30)
     session.end()
     thread.join(30)
     assert not thread.is_alive() and any(

@@ -23,6 +23,7 @@ from megatron_rl.tools.tool import ToolError, ToolLost
 from megatron_rl.tools.toolbox import Toolbox
 from tests.http_server import HttpServer
 from tests.preloaded import PYTHON_WITH_PACKAGES
+from tests.waiting import gone, wait_for
 from tests.zygote import FOLDER
 
 pytestmark = pytest.mark.slow
@@ -443,7 +444,4 @@ def test_closing_ends_a_server_of_ours():
     world = World("stdio")
     (process,) = world.run(("process", {}))
     world.close()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{process}").exists()
+    wait_for(lambda: gone(int(process)), 20)

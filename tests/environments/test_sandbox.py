@@ -17,6 +17,7 @@ import pytest
 
 from megatron_rl.sandbox import bubblewrap
 from megatron_rl.sandbox.bubblewrap import run_python
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 
@@ -160,10 +161,7 @@ def test_processes_in_the_background_end_with_it():
     marker = f"left-over-{time.time_ns()}"
     code = f"import subprocess\nfor _ in range(3): subprocess.Popen(['sleep', '600'], env={{'MARK': '{marker}'}}, start_new_session=True)"
     assert run_python(code, **LIMITS).reason in ("ok", "timeout")
-    deadline = time.monotonic() + 20
-    while processes_of(marker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_of(marker)
+    wait_for(lambda: not processes_of(marker), 20)
 
 
 def test_the_end_reaches_what_has_left_the_group(monkeypatch):

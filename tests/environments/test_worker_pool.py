@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from megatron_rl.errors import UserError
 from megatron_rl.sandbox import worker_pool
 from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
+from tests.waiting import gone, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -45,20 +45,8 @@ def module(tmp_path):
     return file
 
 
-def wait_for(condition, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert found
-    return found
-
-
 def started(folder) -> list[int]:
     return [int(file.name[4:]) for file in folder.glob("pid_*")]
-
-
-def gone(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
 
 
 def test_worker_pool_survives_timeouts_errors_and_deaths():
@@ -90,14 +78,11 @@ def test_busy_workers_end_when_their_parent_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         child = int(parent.stdout.readline())
-        assert os.path.exists(f"/proc/{child}")
+        assert not gone(child)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(30)
-    deadline = time.monotonic() + 30
-    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{child}")
+    wait_for(lambda: gone(child), 30)
 
 
 def test_a_worker_that_is_killed_costs_no_response(module):

@@ -35,7 +35,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.dialects import Call, dialect
-from megatron_rl.dialects.harmony_ids import MARKS, HarmonyIds
+from megatron_rl.dialects.harmony_ids import MARKS, HarmonyIds, _load_from
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.servers.client import Reply
@@ -76,7 +76,7 @@ def gpt_oss_tokenizer():
 
 
 ids_of = cache(HarmonyIds)
-"""Made once for a tokenizer: to read gpt-oss's vocabulary takes a second."""
+"""Made once for a tokenizer: to look at all of gpt-oss's tokens takes a second."""
 
 
 @pytest.fixture(autouse=True)
@@ -734,6 +734,7 @@ def test_the_tokenizer_is_the_released_one():
 
 def test_the_vocabulary_needs_no_network_and_no_package(monkeypatch):
     before = dict(os.environ)
+    _load_from.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for way in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(way, "http://127.0.0.1:1")

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.preloaded import PYTHON_WITH_TRAINER
+from tests.waiting import wait_for
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RUN = """
@@ -138,10 +138,3 @@ def read_json(path: Path):
         return json.loads(path.read_text())
     except json.JSONDecodeError:
         return {}
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -36,7 +36,7 @@ def check_plugin(python: Path) -> None:
 
 
 def plugin_problem(python: Path, found: str | None) -> str | None:
-    """What is wrong with the environment of `python`, in which `installed_code()` is `found`; None: nothing is."""
+    """The problem of the environment of `python`, in which `installed_code()` is `found`; None: it has none."""
     if found == installed.code():
         return None
     what = "lacks megatron-rl-sglang" if found is None else "has another megatron-rl-sglang than the trainer"

@@ -23,7 +23,7 @@ FACTS = {
     "support": SamplingSupport(),
     "machine": Machine(None, None, None, None),
     "vocabulary": 9,
-    "hf_config": PreTrainedConfig(),
+    "hf_config": PreTrainedConfig(architectures=["LlamaForCausalLM"]),
 }
 VALUES = Values(Config(), FACTS)
 TABLED = (rl_rules, key_rules, identical_precision, model_and_machine)

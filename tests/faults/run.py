@@ -61,13 +61,15 @@ class Copy:
         for built in REPOSITORY.glob("megatron_rl/**/*.so"):
             shutil.copy(built, folder / built.relative_to(REPOSITORY))
         # The path comes before that of an editable install. Hundreds of processes import what the first one compiles.
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
+        path = f"{folder}{os.pathsep}{folder / 'sglang_plugin'}"
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if subprocess.run(["git", "diff", "--quiet", commit, "--", "csrc", "setup.py"], cwd=REPOSITORY).returncode:
             self.python(*BUILD)
         self.extensions = {path: path.read_bytes() for path in folder.glob("megatron_rl/**/*.so")}
-        print(found := self.python("-P", "-c", "import megatron_rl; print(megatron_rl.__file__)").strip(), flush=True)
-        assert Path(found).is_relative_to(folder), f"{found} is imported, and not what is in {folder}"
+        for package in ("megatron_rl", "megatron_rl_plugin"):
+            print(found := self.python("-P", "-c", f"import {package}; print({package}.__file__)").strip(), flush=True)
+            assert Path(found).is_relative_to(folder), f"{found} is imported, and not what is in {folder}"
 
     def python(self, *arguments: str) -> str:
         command = [str(self.folder / ".venv" / "bin" / "python"), *arguments]

@@ -10,6 +10,9 @@ from megatron_rl_plugin import installed
 
 from megatron_rl.errors import UserError
 
+ANSWER_S = 120.0
+"""Longest wait for a Python to say which megatron-rl-sglang it has; well below a second on an idle machine."""
+
 
 def find_python(configured: str | None = None) -> Path:
     """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the cwd."""
@@ -30,7 +33,11 @@ def find_python(configured: str | None = None) -> Path:
 
 def check_plugin(python: Path) -> None:
     """Errors: UserError where SGLang's environment does not have the megatron-rl-sglang of this process."""
-    done = subprocess.run([python, "-m", "megatron_rl_plugin.installed"], capture_output=True, text=True, check=False)
+    command = [python, "-m", "megatron_rl_plugin.installed"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"SGLang's environment: {python} cannot be run ({error}); tools/setup.sh --force makes it anew") from None
     if problem := plugin_problem(python, done.stdout.strip() or None):
         raise UserError(problem)
 

@@ -37,7 +37,9 @@ def check_plugin(python: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"SGLang's environment: {python} cannot be run ({error}); tools/setup.sh --force makes it anew") from None
+        raise UserError(
+            f"SGLang's environment: {python} cannot be run ({error}); tools/setup.sh --force makes it anew"
+        ) from None
     if problem := plugin_problem(python, done.stdout.strip() or None):
         raise UserError(problem)
 

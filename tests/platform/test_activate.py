@@ -110,7 +110,7 @@ def with_a_gpu() -> list[str]:
 
 def test_every_module_imports_with_a_gpu_and_without_transformer_engine(with_a_gpu):
     assert with_a_gpu[0] == "False ['Transformer Engine', 'fused Adam']"
-    modules = [p for p in (REPOSITORY / "megatron_rl").rglob("*.py")]
+    modules = list((REPOSITORY / "megatron_rl").rglob("*.py"))
     assert int(with_a_gpu[1]) >= len(modules) - 2  # without megatron_rl itself and platform's __main__
 
 

@@ -21,7 +21,10 @@ TIMES = REPOSITORY / "tests" / "times.json"
 """Seconds of each file in an earlier run (--keep-times)."""
 NEW_FILE_S = 30.0
 """For a file that has none there."""
-SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "csrc")
+SLOW = (
+    *("e2e", "trainer", "rollout", "agents", "servers", "dialects", "routing", "sync", "models", "compression", "vp2o"),
+    *("platform", "csrc"),
+)
 """Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
 those of `tests/run.sh --fast`, but for the files of FAST."""
 FAST = (
@@ -36,12 +39,14 @@ FAST = (
     "test_conversation.py",
     "test_dpo_loss.py",
     "test_kl_control.py",
-    "test_later_rewards.py",
-    "test_judge.py",
     "test_slots.py",
     "test_finished.py",
     "test_gates.py",
     "test_gate_wire.py",
+    "test_http_client.py",
+    "test_allocator.py",
+    "test_importance.py",
+    "test_sparsity.py",
 )
 """Files of these folders that take seconds."""
 LONG = (
@@ -65,13 +70,13 @@ LONG = (
     "e2e/test_train.py::test_so_does_one_that_is_started_as_users_do",
     "e2e/test_train_vp2o.py::test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest",
     "e2e/test_two_leaders.py",
-    "environments/test_human_eval.py::test_human_eval[False-164]",
-    "environments/test_human_eval.py::test_human_eval[True-164]",
-    "environments/test_mcp_conformance.py",
-    "environments/test_reasoning.py::test_one_response_never_changes_the_score_of_another[105]",
-    "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
-    "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
-    "environments/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
+    "verifiers/test_human_eval.py::test_human_eval[False-164]",
+    "verifiers/test_human_eval.py::test_human_eval[True-164]",
+    "tools/test_mcp_conformance.py",
+    "tasks/test_reasoning.py::test_one_response_never_changes_the_score_of_another[105]",
+    "tasks/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
+    "tasks/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
+    "tasks/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
     "models/test_adapters.py::test_adapters_of_any_start_are_read_or_refused",
     "models/test_adapters.py::test_peft_takes_all_of_a_folder_and_merges_it_as_we_do",
     "models/test_convert.py::test_upcycled_smollm2",
@@ -92,13 +97,13 @@ LONG = (
     "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[qwen3-int4-keep_layers2]",
     "routing/test_replay.py::test_families",
     "routing/test_replay.py::test_four_ranks",
-    "tools/test_upcycle.py::test_tokenizer_is_the_original",
+    "scripts/test_upcycle.py::test_tokenizer_is_the_original",
     "sync/test_push.py::test_the_step_goes_on_when_the_server_is_killed_in_a_push",
     "sync/test_push_fp8.py::test_rounded_weights_are_served",
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
     "trainer/test_features.py::test_layouts_distill_as_one_process",
     "trainer/test_fp8_training.py::test_layouts_agree_with_one_process",
-    "trainer/test_importance_layouts.py::test_importance_is_the_same_on_every_layout",
+    "compression/test_importance_layouts.py::test_importance_is_the_same_on_every_layout",
 )
 """Files and tests that take long, of which another one looks at the same code on another family, precision or layout, or at
 the same recovery elsewhere, and suites of others' that want `tools/setup.sh --suites`. `tests/run.sh --all` has them."""

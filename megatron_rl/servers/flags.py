@@ -1,6 +1,6 @@
 """Flags that SGLang must be given on a GPU, where it would choose kernels that know nothing of routes, pushes or fp32.
 
-As found in SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/rollout/test_choices.py has its own resolution of these flags.
+As found in SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/servers/test_choices.py has its own resolution of these flags.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.models.precision import Machine
 from megatron_rl.report.page import write_report
-from tests.metrics.page import Page
+from tests.report.page import Page
 
 RHO = 0.5
 STEP = 3

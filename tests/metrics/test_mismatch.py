@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.metrics import mismatch
 from megatron_rl.report.page import write_report
 from megatron_rl.report.run_folder import by_probability, probability_bound
-from tests.metrics.page import Page
+from tests.report.page import Page
 
 
 def log_probs(seed: int, scale: float, shape=(4, 50)):

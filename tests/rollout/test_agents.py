@@ -28,12 +28,12 @@ from megatron_rl.servers.client import EngineLost
 from megatron_rl.tasks import Prompt, Task
 from megatron_rl.tools.tool import Tool, ToolLost
 from megatron_rl.tools.toolbox import Environment
-from tests.environments.scripted import ONE_PROCESS
 from tests.ranks import run_ranks
 from tests.rollout.conftest import assert_agree, client_of, first_groups, prefill_log_probs
 from tests.rollout.test_agreement import ask_trainer
 from tests.rollout.test_engine import process_of
 from tests.rollout.test_routes import agreement, generate
+from tests.tasks.scripted import ONE_PROCESS
 
 
 class Talkative(Qwen):

@@ -21,10 +21,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.servers.client import EngineLost
 from megatron_rl.tasks import Prompt
-from tests.environments.scripted import ONE_PROCESS
 from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
 from tests.rollout.test_agents import Asking, Echo, Plain, Talkative, pieces
 from tests.rollout.test_engine import process_of
+from tests.tasks.scripted import ONE_PROCESS
 
 ECHO = Echo().schema
 

@@ -15,16 +15,16 @@ from megatron_rl.dialects import without_end
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.tasks import build_task
-from tests.environments.scripted import ONE_PROCESS
-from tests.environments.test_openenv import start_server
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 from tests.rollout.conftest import client_of
 from tests.rollout.test_agents import Plain, pieces
+from tests.tasks.scripted import ONE_PROCESS
+from tests.tasks.test_openenv import start_server
 
 ENDS = range(100, 200)
 """Tokens that end a reply: a random model samples the template's own too rarely. One of 512 is that."""
 LETTERS = {"task": "verifiers:letters", "options": {"python": PYTHON_WITH_VERIFIERS}}
-TASKS = Path(__file__).resolve().parents[1] / "environments/verifiers_tasks"
+TASKS = Path(__file__).resolve().parents[1] / "tasks/verifiers_tasks"
 
 
 @pytest.fixture

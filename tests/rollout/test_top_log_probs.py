@@ -12,9 +12,9 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config.load import build_config
 from megatron_rl.dialects.text import Qwen
 from megatron_rl.tasks import Prompt
-from tests.environments.scripted import ONE_PROCESS
 from tests.rollout.conftest import Question, assert_agree, client_of, collect
 from tests.rollout.test_agents import Asking, Echo, Talkative
+from tests.tasks.scripted import ONE_PROCESS
 
 VOCAB = 512
 

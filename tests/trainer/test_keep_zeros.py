@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from compression.test_prune import write_config
 from models.test_convert import read_folder
 from ranks import fresh_seed, run_ranks
 from safetensors.torch import save_file
-from trainer.test_prune import write_config
 
 from megatron_rl.compression.sparsity import Pattern, magnitude
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines

@@ -1,4 +1,4 @@
-"""The trainer tells NCCL what SGLang tells it (the server's side: tests/rollout/test_choices.py)."""
+"""The trainer tells NCCL what SGLang tells it (the server's side: tests/servers/test_choices.py)."""
 
 from __future__ import annotations
 

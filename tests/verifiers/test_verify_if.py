@@ -23,8 +23,8 @@ from megatron_rl.tasks import build_task
 from megatron_rl.tasks.verify_if import DRAWN, TURNS
 from megatron_rl.verifiers import instruction_checkers as checkers
 from megatron_rl.verifiers.instructions import follows, listed
-from tests.environments.instruction_examples import EXAMPLES
-from tests.environments.scripted import play
+from tests.tasks.scripted import play
+from tests.verifiers.instruction_examples import EXAMPLES
 
 SEED = random.randrange(10**6)
 ABSENT = "averaged_perceptron_tagger_eng"
@@ -86,7 +86,7 @@ WITH_THIS_DATA = """
 import json, nltk, sys
 nltk.data.path = sys.argv[1:]
 from megatron_rl.verifiers import instruction_checkers as checkers
-from tests.environments.instruction_examples import EXAMPLES
+from tests.verifiers.instruction_examples import EXAMPLES
 followed = [name for name, (arguments, good, _) in EXAMPLES.items() if checkers.follow(good, name, arguments)[0]]
 print(json.dumps([followed, {name: checkers.lacking(name) for name in EXAMPLES}]))
 """

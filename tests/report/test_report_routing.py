@@ -14,9 +14,9 @@ from examples.curves import Panel, write_curves, write_svg
 from megatron_rl.report import charts
 from megatron_rl.report.page import write_report
 from megatron_rl.report.run_folder import deviation_tails, heat_map, mean
-from tests.metrics.page import Page
-from tests.metrics.test_report import NASTY
-from tests.metrics.test_report import write_lines as write_run
+from tests.report.page import Page
+from tests.report.test_report import NASTY
+from tests.report.test_report import write_lines as write_run
 
 
 def line(step: int, scale: float = 1.0, updates: int = 2, layers: tuple[int, ...] = (1, 10)) -> dict:

@@ -66,7 +66,7 @@ def test_what_is_no_fault_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "test"),
     [
-        ("FAILED tests/core/test_plan.py::test_sizes (call)", "tests/core/test_plan.py::test_sizes"),
+        ("FAILED tests/config/test_plan.py::test_sizes (call)", "tests/config/test_plan.py::test_sizes"),
         ("ERROR tests/a/test_b.py::test_c[x - y] (setup)", "tests/a/test_b.py::test_c[x - y]"),
         ("FAILED tests/a/test_b.py::test_c[1-2] - assert 0", "tests/a/test_b.py::test_c[1-2]"),
     ],

@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt, PromptStream, build_task
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import text_tokenizer
 
 ROOM = {"rollout": {"max_new_tokens": 8, "context_length": 2048}}

@@ -20,7 +20,7 @@ from megatron_rl.run.run import Run
 from megatron_rl.tasks import Prompt, build_task, encode_text
 from megatron_rl.tasks.chat import end_of_turn
 from megatron_rl.tasks.stream import check_forms
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import text_tokenizer
 
 BASE = text_tokenizer(300)

@@ -44,7 +44,7 @@ from megatron_rl.tasks.openai_messages import parse_messages
 from megatron_rl.tools.calculator import Calculator
 from megatron_rl.tools.interpreter import PythonTool
 from megatron_rl.tools.toolbox import Environment
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer, text_tokenizer
 
 KEEP = RenderConversationConfig(auto_drop_analysis=False)

@@ -22,7 +22,7 @@ from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt, build_task
 from megatron_rl.tasks.stream import check_forms
 from megatron_rl.tasks.task import HELD_OUT_SHARE, is_held_out
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import text_tokenizer
 
 TOKENIZER = text_tokenizer(300)

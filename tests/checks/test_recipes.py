@@ -24,7 +24,7 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.rewards.rewards import names_of
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import build_task, fitting
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import TOKENIZERS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

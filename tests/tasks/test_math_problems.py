@@ -17,7 +17,7 @@ from megatron_rl.sandbox import bubblewrap
 from megatron_rl.tasks import build_task, public_sets
 from megatron_rl.tasks.public_sets import COMPUTED_PROBLEMS, STORIES, Gsm8k, word_problem
 from megatron_rl.tasks.verifiers import compare_math
-from tests.environments.scripted import play
+from tests.tasks.scripted import play
 
 contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")
 SEED = random.randrange(10**6)

@@ -27,7 +27,7 @@ from megatron_rl.tasks.preference_rows import FilePreferences
 from megatron_rl.tasks.stream import held_out_comparisons
 from megatron_rl.tasks.task import HELD_OUT_SHARE
 from tests.conftest import REPOSITORY
-from tests.environments.scripted import ONE_PROCESS
+from tests.tasks.scripted import ONE_PROCESS
 from tools.make_tiny_model import numbers_tokenizer, text_tokenizer
 
 TEXT = text_tokenizer(512)

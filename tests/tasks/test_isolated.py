@@ -12,15 +12,15 @@ from megatron_rl.errors import UserError
 from megatron_rl.sandbox import isolated
 from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
 from megatron_rl.tasks import build_task
-from tests.environments.canary import Canary
-from tests.environments.hostile_scorers import ODD, TRIES
+from tests.sandbox.hostile_scorers import ODD, TRIES
+from tests.tasks.canary import Canary
 
 pytestmark = pytest.mark.skipif(bool(isolated.problem()), reason=isolated.problem() or "isolated")
 
 
 @pytest.fixture(scope="module")
 def attempt():
-    pool = WorkerPool("tests.environments.hostile_scorers:attempt", timeout_s=60.0, size=2)
+    pool = WorkerPool("tests.sandbox.hostile_scorers:attempt", timeout_s=60.0, size=2)
     yield lambda *calls: pool.map(calls)
     pool.close()
 
@@ -75,7 +75,7 @@ def test_a_verifier_of_the_users_is_isolated_by_choice(tmp_path):
     path.write_text("".join(json.dumps({"prompt": f"p{n}", "answer": "a"}) + "\n" for n in range(30)))
     settings = {
         "path": str(path),
-        "verifier": "tests.environments.hostile_scorers:own",
+        "verifier": "tests.sandbox.hostile_scorers:own",
         "rewards": {"correct": 1, "seen": 0},
     }
     with Canary(tmp_path) as canary:

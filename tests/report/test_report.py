@@ -20,7 +20,7 @@ from megatron_rl.report import charts as vega
 from megatron_rl.report.charts import MOST_ROWS, SECTIONS, charts_of
 from megatron_rl.report.page import write_report
 from megatron_rl.report.run_folder import before_after, compared
-from tests.metrics.page import Page
+from tests.report.page import Page
 
 NASTY = '</script><script>document.title="owned"</script><!-- <b>\u2028"quoted" & \\'
 

@@ -23,7 +23,7 @@ from megatron_rl.tasks.from_config import TASKS
 from megatron_rl.tasks.verifiers import VERIFIERS
 from megatron_rl.tools.tool import ToolError, ToolLost
 from megatron_rl.tools.toolbox import TOOLS, Toolbox
-from tests.environments.canary import Canary
+from tests.tasks.canary import Canary
 from tools.make_tiny_model import text_tokenizer
 
 contained = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "contained")

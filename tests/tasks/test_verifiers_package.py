@@ -128,7 +128,7 @@ def policy() -> Iterator[str]:
 
 
 def play_all(lines: list[str], tmp_path: Path, policy: str, monkeypatch, **settings: bool) -> dict[str, float | str]:
-    """The outcome of each task of tests/environments/verifiers_tasks/hostile.py, all played at once by one worker."""
+    """The outcome of each task of tests/tasks/verifiers_tasks/hostile.py, all played at once by one worker."""
     (tmp_path / "tasks").write_text("\n".join(lines))
     monkeypatch.setenv("HOSTILE_TASKS", str(tmp_path / "tasks"))
     monkeypatch.setenv("PYTHONPATH", str(TASKS))

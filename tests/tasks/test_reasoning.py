@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.sandbox import isolated
 from megatron_rl.sandbox.worker_pool import Failure, WorkerPool
 from megatron_rl.tasks import build_task, reasoning_gym
-from tests.environments.canary import PAYLOADS, Canary
+from tests.tasks.canary import PAYLOADS, Canary
 
 pytestmark = pytest.mark.skipif(bool(isolated.problem()), reason=isolated.problem() or "isolated")
 EVALUATING = {

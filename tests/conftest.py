@@ -10,11 +10,14 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.zygote import FOLDER, make_folder
 
+hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts on time
+hypothesis.settings.load_profile("tests")
 gc.disable()  # until all tests are imported: a fifth of that time
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMES = REPOSITORY / "tests" / "times.json"

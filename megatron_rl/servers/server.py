@@ -35,6 +35,8 @@ from megatron_rl.servers.own_environment import check_plugin, cuda_tools, find_p
 from megatron_rl.servers.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 
+OPERATORS = Path(__file__).parents[1] / "ops" / "batch_invariant.py"
+"""The trainer's operators, which a server takes under precision.identical."""
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PACKAGE = "megatron_rl_models"
 """Value of SGLANG_EXTERNAL_MODEL_PACKAGE of such a server."""
@@ -293,7 +295,7 @@ class RolloutServer:
             # The folder holds no scales. SGLang would quantize its weights itself, but not in blocks, and differently.
             command += ["--load-format", "dummy"]
         if self.identical:
-            overrides[IDENTICAL] = True
+            overrides[IDENTICAL] = str(OPERATORS)
         if self.trace:
             overrides[TRACE] = str(self.trace.resolve())
         if self.feature_stride:

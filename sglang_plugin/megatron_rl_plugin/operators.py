@@ -1,16 +1,14 @@
 """The operators of a served model under `precision.identical`: those of the trainer, bit for bit.
 
-`ops/batch_invariant.py` of the trainer's package is loaded by its path. After SGLang has built a model, each of its modules is
-given the forward of that file that it stands for; one with weights of a kind that is not known here ends the server, since
-what it computes would differ.
+`ops/batch_invariant.py` of the trainer's package is loaded by its path (`identical.load`). After SGLang has built a model, each
+of its modules is given the forward of that file that it stands for; one with weights of a kind that is not known here ends the
+server, since what it computes would differ.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,18 +25,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from torch import Tensor, nn
 
-OPERATORS = Path(__file__).parents[3] / "ops" / "batch_invariant.py"
+from megatron_rl_plugin.identical import OPERATORS
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("megatron_rl_operators", OPERATORS)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-ops = _load()
+ops: Any = sys.modules[OPERATORS]
 
 
 @cache

@@ -254,7 +254,7 @@ requests = st.fixed_dictionaries(
         **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "temperature", "logprobs", "more"), odd),
     },
 )
-unhurried = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+unhurried = settings(max_examples=150, derandomize=True, database=None)
 
 
 REPLIES = [

@@ -26,7 +26,7 @@ def groups_of(seed: int):
     return rewards[order] * rng.choice([0.01, 1, 50]), ids[order]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**31), normalize=st.booleans())
 def test_group_relative_is_each_groups_standard_score(seed, normalize):
     rewards, ids = groups_of(seed)
@@ -37,7 +37,7 @@ def test_group_relative_is_each_groups_standard_score(seed, normalize):
         np.testing.assert_allclose(ours.numpy()[ids == group], expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**31))
 def test_leave_one_out_is_reward_minus_mean_of_the_others(seed):
     rewards, ids = groups_of(seed)
@@ -61,7 +61,7 @@ def test_no_spread_gives_exact_zeros(function):
     assert out.dtype == torch.float32
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**31), normalize=st.booleans())
 def test_process_supervision_is_the_sum_of_normalized_steps_from_a_token_on(seed, normalize):
     """Ragged steps, responses without any, groups of one response, and one of equal scores."""
@@ -132,7 +132,7 @@ def gae_by_definition(rewards, values, mask, gamma, lam):
     return advantage, np.where(mask, advantage + values, 0.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.99, 0.5]), lam=st.sampled_from([0.0, 0.95, 1.0]))
 def test_generalized_is_the_sum_of_td_residuals(seed, gamma, lam):
     rng = np.random.default_rng(seed)
@@ -148,7 +148,7 @@ def test_generalized_is_the_sum_of_td_residuals(seed, gamma, lam):
             np.testing.assert_allclose(got[row].numpy(), wanted, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([0.0, 0.95, 1.0]))
 def test_generalized_goes_on_from_the_bootstrap(seed, gamma, lam):
     """As if one more step followed, whose value the bootstrap is, and whose residual is zero."""

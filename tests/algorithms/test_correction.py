@@ -84,7 +84,7 @@ def test_a_pruned_token_has_ratio_zero_and_falls_to_the_veto():
     assert not vetoed.keep[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     level=st.sampled_from(["token", "sequence", "geometric"]),
@@ -169,7 +169,7 @@ def test_log_probs_that_are_no_numbers_are_named():
     rollout_correction(TRAIN, rollout, MASK, level="token", mode="truncate", high=2.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_effective_sample_size_is_its_definition(seed, alpha):
     d = np.random.default_rng(seed).normal(size=17)
@@ -251,7 +251,7 @@ def test_a_pruned_token_is_rejected_by_every_statistic():
         close(found.weights, [0, 0, 0, 1, 1, 1, 0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     level=st.sampled_from(["token", "sequence", "geometric"]),

@@ -46,7 +46,7 @@ def surrogate_by_definition(log_prob, old, advantage):
     return -min(free, fenced), (0.0 if fenced < free else -free), fenced < free
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31))
 def test_clipped_surrogate_is_the_masked_token_mean(seed):
     log_probs, old, advantages, mask = random_batch(seed, (3, 7))
@@ -143,7 +143,7 @@ def test_gspo_over_two_context_parallel_parts_equals_one():
         torch.testing.assert_close(terms_of(half, lambda x: total), whole[half])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31))
 def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio(seed):
     """Value and gradient against a loop over tokens: the clip bounds a token's weight, and no gradient is lost to it."""
@@ -176,7 +176,7 @@ def test_cispo_learns_where_ppo_is_held_back():
     torch.testing.assert_close(gradients["cispo"], torch.tensor([-1.28, 0.8]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), taus=st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)))
 def test_sapo_weighs_a_token_by_its_soft_gate(seed, taus):
     """Value -4 / tau sigmoid(tau (r - 1)) A, and gradient -sech^2(tau (r - 1) / 2) r A, token by token in Python floats."""
@@ -214,7 +214,7 @@ def test_sapo_lets_far_tokens_go_and_those_of_negative_advantages_sooner():
     assert weights[3] < weights[2] and weights[4] == 0.0 and 0.0 < weights[5] < 1e-12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), side=st.sampled_from(["low", "high", "both"]))
 def test_an_infinite_bound_clips_nothing_on_its_side(seed, side):
     """PPO's -r A, value and gradient, wherever the finite bound does not hold; GSPO and CISPO know it too."""
@@ -234,7 +234,7 @@ def test_an_infinite_bound_clips_nothing_on_its_side(seed, side):
     assert terms.isfinite().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), length=st.integers(1, 5000))
 def test_dr_grpos_mean_has_a_constant_divisor(seed, length):
     """Sum of the terms / (sequences x length), as TRL's dr_grpo and verl's seq-mean-token-sum-norm; parts of it add up."""

@@ -50,7 +50,7 @@ def token_log_probs(table: torch.Tensor, rho: float | None) -> tuple[torch.Tenso
 # -- proposition 4.2 -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=seeds, noise=st.sampled_from([1e-4, 1e-2, 0.3, 2.0]), scale=st.sampled_from([0.5, 3.0, 10.0]))
 def test_the_error_of_a_log_prob_is_bounded_by_one_minus_p(seed, noise, scale):
     """|d_a| <= 2 e (1 - p_a) with p_a at a point between the two logit vectors, where 1 - p is at most e^(2e) times the
@@ -63,7 +63,7 @@ def test_the_error_of_a_log_prob_is_bounded_by_one_minus_p(seed, noise, scale):
     assert ((train - engine).abs() <= 2 * noise * math.exp(2 * noise) * rest + 1e-13).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=seeds)
 def test_the_bound_is_reached_by_the_worst_error_and_only_in_the_limit_as_printed(seed):
     logits = 2 * torch.randn(50, generator=generator(seed), dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_the_bound_is_reached_by_the_worst_error_and_only_in_the_limit_as_printe
 # -- proposition 4.3 -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, sigma=st.sampled_from([0.01, 0.05]))
 def test_the_likeliest_error_of_a_sampled_token_overestimates_it(seed, sigma):
     """The mode of engine - trainer log-prob given that the engine sampled the token is positive, and eq. 13 to O(sigma^4)."""
@@ -120,7 +120,7 @@ def test_tail_tokens_that_were_sampled_are_overestimated_on_average():
 # -- theorem 5.3, propositions 5.4 to 5.6 --------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, rho=st.sampled_from([0.02, 0.2]), noise=st.sampled_from([0.05, 0.5]))
 def test_the_constrained_gradient_estimator_is_unbiased(seed, rho, noise):
     """Over all trajectories: E_engine[ratio grad log pi_train R] = grad J of the pruned objective (eq. 22), with the
@@ -156,7 +156,7 @@ def test_the_constrained_gradient_estimator_is_unbiased(seed, rho, noise):
     torch.testing.assert_close(estimate + missing, exact, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, rho=st.sampled_from([1e-3, 0.02, 0.2, 1.0]))
 def test_the_bias_of_pruning_is_bounded(seed, rho):
     table = random_table(seed)
@@ -178,7 +178,7 @@ def test_pruning_to_one_token_reaches_most_of_the_bound():
     assert bias_bound(1.0, 1, float(found.coverage)) == pytest.approx(float(lost))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, rho=st.sampled_from([1e-6, 1e-2, 0.3, 1.0]))
 def test_masked_logits_give_the_constrained_policy_and_its_gradient(seed, rho):
     """Proposition 5.6 in fp64, and 5.4: the gradient is that of log pi minus its mean over the safe set."""

@@ -35,7 +35,7 @@ def close(actual: torch.Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*layouts)
 def test_sums_and_what_is_spread_out_are_loops_over_tokens(lengths, padding, seed):
     segments, values = draw(lengths, padding, seed)
@@ -50,7 +50,7 @@ def test_sums_and_what_is_spread_out_are_loops_over_tokens(lengths, padding, see
         assert spread == [float(found[0][one]) if one >= 0 else fill for one in segments.ids.tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*layouts)
 def test_what_is_taken_knows_its_sequences(lengths, padding, seed):
     segments, values = draw(lengths, padding, seed)
@@ -61,7 +61,7 @@ def test_what_is_taken_knows_its_sequences(lengths, padding, seed):
         close(some.sums(values[0][rows])[0], by_loop(some, values[0][rows]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*layouts)
 def test_two_parts_with_their_sums_reduced_are_one_whole(lengths, padding, seed):
     """Context parallelism in one process: what each part's reduction sees is recorded first, and then added up."""

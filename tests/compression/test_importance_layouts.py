@@ -60,10 +60,10 @@ def test_importance_is_the_same_on_every_layout(tiny_model):
     def attempt(seed: int):
         worlds = worlds_of(seed, tiny_model)
         of_one = [(model, {"prune": overrides["prune"]}, seed) for _, model, overrides, seed in worlds]
-        return worlds, run_ranks(1, "trainer.prune_ranks:importances", (of_one,), refuse_ties=True)
+        return worlds, run_ranks(1, "compression.prune_ranks:importances", (of_one,), refuse_ties=True)
 
     worlds, alone = without_ties(attempt)
-    both = run_ranks(2, "trainer.prune_ranks:importances", ([world[1:] for world in worlds],), timeout=500)
+    both = run_ranks(2, "compression.prune_ranks:importances", ([world[1:] for world in worlds],), timeout=500)
     for index, (name, *_) in enumerate(worlds):
         for rank in both:
             try:
@@ -82,7 +82,7 @@ def test_importance_is_that_of_its_definition(family, tiny_model):
 
     def attempt(seed: int):
         worlds = [(str(folder), {"prune": prune}, seed) for prune in prunes]
-        return seed, run_ranks(1, "trainer.prune_ranks:importances", (worlds,), refuse_ties=True)[0]
+        return seed, run_ranks(1, "compression.prune_ranks:importances", (worlds,), refuse_ties=True)[0]
 
     seed, found = without_ties(attempt)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")

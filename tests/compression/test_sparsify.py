@@ -52,8 +52,10 @@ def test_zeros_are_the_same_on_every_layout(cases, tiny_model):
         model = str(tiny_model(family, "--layers", "2"))
         prune = {"sparsity": rng.choice(["2:4", "unstructured"]), "method": rng.choice(["wanda", "sparsegpt"])}
         worlds.append((f"{family} {layout} {prune}", model, {"prune": prune, "parallel": LAYOUTS[layout]}, seed))
-    alone = run_ranks(1, "trainer.prune_ranks:sparsified", ([(m, {"prune": o["prune"]}, s) for _, m, o, s in worlds],))
-    both = run_ranks(2, "trainer.prune_ranks:sparsified", ([world[1:] for world in worlds],), timeout=400)
+    alone = run_ranks(
+        1, "compression.prune_ranks:sparsified", ([(m, {"prune": o["prune"]}, s) for _, m, o, s in worlds],)
+    )
+    both = run_ranks(2, "compression.prune_ranks:sparsified", ([world[1:] for world in worlds],), timeout=400)
     for index, (name, *_) in enumerate(worlds):
         for weight, tensor in alone[0][index].items():
             theirs = both[0][index][weight]
@@ -68,7 +70,7 @@ def test_zeros_are_those_of_the_method(method, tiny_model):
     left_out = "decoder.layers.1.self_attention.linear_proj.weight"
     targets = ["*.linear_[fq]*", "decoder.layers.0.*.linear_proj.weight"]
     prune = {"sparsity": "1:4", "method": method, "targets": targets}
-    [found] = run_ranks(1, "trainer.prune_ranks:sparsified", ([(str(folder), {"prune": prune}, seed)],))[0]
+    [found] = run_ranks(1, "compression.prune_ranks:sparsified", ([(str(folder), {"prune": prune}, seed)],))[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     samples = make_samples(seed, 7, model.config.vocab_size)
     for number, layer in enumerate(model.model.layers):

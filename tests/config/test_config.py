@@ -261,7 +261,7 @@ def test_no_number_of_a_config_is_nan_or_infinite():
 
 
 @pytest.mark.parametrize("key", ["data.template", "name", "data.task", "data.path", "rollout.api_key", "model.path"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
     | st.lists(

@@ -123,13 +123,13 @@ def check(kernels: Emulated, case: Case) -> None:
     assert torch.equal(out[check_rows], in_place[check_rows])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31))
 def test_kernels_match_the_definition(kernels, seed):
     check(kernels, Case(seed))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))
 def test_results_do_not_depend_on_the_schedule(kernels, seed):
     case = Case(seed)
@@ -222,7 +222,7 @@ def check_rows(kernels: Emulated, rows: Rows) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31))
 def test_values_and_factors_of_rows_match_the_definition(kernels, seed):
     check_rows(kernels, Rows(seed))

@@ -84,13 +84,13 @@ def check(kernels: Emulated, case: Case) -> None:
         assert bits(grad_sinks[head : head + 1]) == [0] * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31))
 def test_kernels_match_the_definition(kernels, seed):
     check(kernels, Case(seed))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31))
 def test_results_do_not_depend_on_the_schedule(kernels, seed):
     case = Case(seed)

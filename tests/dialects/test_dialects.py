@@ -112,7 +112,7 @@ def test_a_reply_that_was_cut_gets_its_end_token(name, tokenizer):
     assert form.observation(["7"], after=cut) == [end, *form.observation(["7"])]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=st.text(max_size=30), form=st.sampled_from(list(FIT.values())))
 def test_what_a_tool_returns_has_no_special_tokens(text, form):
     tokenizer = form.tokenizer
@@ -135,7 +135,7 @@ TAGGED = st.lists(st.sampled_from([*TAGS, '"', "{", "a"]), max_size=6).map("".jo
 """Texts with what marks a call and where thinking ends."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     arguments=st.dictionaries(
         st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20) | TAGGED, max_size=3
@@ -154,7 +154,7 @@ def test_calls_come_back_as_they_were_written(arguments, name):
             assert parsed.calls == [call] and parsed.final is None and parsed.malformed is None and parsed.said == ""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     values=st.lists(TAGGED, min_size=1, max_size=3), words=st.lists(st.text("ab c", max_size=5), min_size=4, max_size=4)
 )
@@ -243,7 +243,7 @@ def test_forms_of_a_call(call, wanted):
     assert (parsed.malformed is None) == (wanted is not None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(st.sampled_from(PIECES), max_size=8),
 )

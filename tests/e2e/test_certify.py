@@ -40,12 +40,13 @@ PLUGIN = '''
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # Behind load_model, after which the model gets the trainer's operators; in which order plugins are found, nothing says.
     HookRegistry.register(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", after_load, HookType.AFTER
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", after_load, HookType.BEFORE
     )
 
 
-def after_load(result, runner, *args, **kwargs):
+def after_load(runner, *args, **kwargs):
     projection = runner.model.model.layers[1].self_attn.o_proj
     apply = projection.quant_method.apply
 

@@ -101,7 +101,7 @@ def test_what_vp2o_measures_is_in_the_log_and_the_report(finished, capsys):
     assert main(["report", str(run_dir)]) == 0
     capsys.readouterr()
     page = (run_dir / "report.html").read_text()
-    for title in ("Experts", "Router entropy", "Overlap of prototypes", "Barycenter shift", "Drift of the policy"):
+    for title in ("Experts", "routing/entropy", "vp2o/overlap", "vp2o/shift", "Drift of the policy"):
         assert title in page
 
 

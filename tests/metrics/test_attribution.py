@@ -188,7 +188,7 @@ def test_only_what_both_measure_is_compared():
     assert found.kl == 0.5 and found.share == pytest.approx(1 - 1.5 / 13)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_shares_error_is_its_spread_over_batches(seed):
     """Against the standard deviation of the share over many batches of the same kind."""

@@ -147,7 +147,7 @@ SEEDS = st.integers(0, 2**31)
 CHUNKS = st.integers(1, 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=SEEDS,
     tokens=st.integers(1, 50),
@@ -409,7 +409,7 @@ def topk_reference(logits: torch.Tensor, ids: torch.Tensor, log_probs: torch.Ten
     return torch.stack(values)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=SEEDS,
     direction=st.sampled_from(["forward", "reverse"]),

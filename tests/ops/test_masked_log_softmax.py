@@ -54,7 +54,7 @@ def batch(seed: int, rows: int, columns: int, dtype: torch.dtype, ignored: bool 
     return logits.to(dtype), targets
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 9),
@@ -83,7 +83,7 @@ def test_values_match_the_definition(seed, rows, columns, dtype, log_rho, temper
         assert ((out.margin - log_rho)[on_the_border].abs() < 1e-4).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -182,7 +182,7 @@ def every_output(logits, targets, **options):
     return [out.log_probs, out.in_support, out.coverage, out.entropy, gradient, out.margin, out.pruned]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     columns=st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 4096, 5000]),
@@ -219,7 +219,7 @@ def test_the_compiled_kernels_agree_with_the_plain_ones(seed, columns, dtype, lo
     assert ((found - expected).abs() <= within).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     log_rho=st.sampled_from([None, -3.0]),

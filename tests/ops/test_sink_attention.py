@@ -82,7 +82,7 @@ def sink_terms(exact, out, direction, options) -> torch.Tensor:
     return ((1 - on_keys) * out * direction).sum(-1).square().sum(0).sqrt().max()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.integers(0, 40) | st.integers(60, 140), min_size=1, max_size=7),
     window=st.none() | st.integers(1, 150),
@@ -108,7 +108,7 @@ def test_long_sequences(window, dtype):
     compare(tensors, cu, window=window)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 90)), min_size=1, max_size=5),
     window=st.none() | st.integers(1, 60),

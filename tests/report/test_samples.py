@@ -27,7 +27,7 @@ def test_a_response_paid_by_one_prompt_is_kept_with_that_prompt():
     assert choose([(0, "yes", 0.0), (1, "yes", 1.0), (2, "no", 0.5)], 1) == {(1, "yes"): 2}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rollouts=ROLLOUTS, most=st.integers(1, 20))
 def test_what_is_chosen(rollouts, most):
     chosen = choose(rollouts, most)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.packing import Layout, pack
@@ -35,7 +35,6 @@ class Likeliest:
         return logits.topk(self.k, sorted=False).indices
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, k=st.integers(1, 6), more=st.integers(0, 20), below=st.floats(0.01, 1.0))
 def test_what_is_given_up_is_what_the_router_likes_least(seed, k, more, below):
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +54,6 @@ def test_what_is_given_up_is_what_the_router_likes_least(seed, k, more, below):
     assert not give_up(own, own, log_probs, below)[1].any(), "the router's own choice is never given up"
 
 
-@settings(deadline=None)
 @given(seed=SEEDS)
 def test_a_token_that_gives_up_an_expert_has_the_routers_own_weights(seed):
     """And one without a route, or without gates; the share of experts given up counts neither."""
@@ -88,7 +86,6 @@ def test_a_token_that_gives_up_an_expert_has_the_routers_own_weights(seed):
     assert [float(part) for part in share.parts] == [float(lost[those].sum()), float(k * those.sum())]
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, context=st.sampled_from([1, 2]), tensor=st.sampled_from([1, 2]))
 def test_gates_lie_where_their_routes_do(seed, context, tensor):
     """In packed batches of every context-parallel and sequence-parallel rank; 0 without a route."""

@@ -217,7 +217,7 @@ def test_a_conversation_may_begin_with_a_greeting(tmp_path):
 MESSAGE = st.tuples(st.sampled_from(["user", "assistant"]), st.sampled_from("ab"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(MESSAGE, max_size=6), st.lists(MESSAGE, max_size=3), st.lists(MESSAGE, max_size=3))
 def test_the_prompt_of_two_conversations_is_the_longest_that_ends_with_a_user(tmp_path_factory, start, one, other):
     start = [("user", "a"), *start]
@@ -542,7 +542,7 @@ def test_steps_end_where_their_texts_do(tmp_path, form_of, name):
             assert tokens == form.tokenizer.encode(f"{step} #\n", add_special_tokens=False)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.text("ab. \n", min_size=1).filter(str.strip), min_size=1, max_size=4),
     st.sampled_from(["\n", "", "\n\n"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import Config, DataConfig
@@ -55,7 +55,6 @@ def write(path, lines):
 
 
 @given(TEXTS)
-@settings(deadline=None)
 def test_bytes_are_those_of_the_tokens_but_that_a_character_counts_whole_at_its_last(text):
     tokens, sizes = encode_text(BYTES, text)
     assert tokens[-1] == BYTES.eos_token_id and sizes[-1] == NO_TEXT and len(tokens) == len(sizes)
@@ -75,7 +74,6 @@ def test_what_a_tokenizer_drops_or_composes_counts_too():
 
 
 @given(TEXTS, st.integers(2, 20), st.booleans())
-@settings(deadline=None)
 def test_every_token_after_the_first_is_the_label_of_one_piece(text, longest, with_start):
     tokenizer = WITH_START if with_start else BYTES
     start = [tokenizer.bos_token_id] if with_start else []
@@ -94,7 +92,6 @@ def drawn(stream, count):
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.integers(2, 9), st.lists(st.integers(0, 7), max_size=8), st.data())
-@settings(deadline=None)
 def test_the_stream_gives_all_pieces_in_any_steps_and_resumes_inside_a_text(texts, longest, steps, data):
     def stream():
         return PromptStream(Texts(texts), form(BYTES), longest, 8, seed=3)

@@ -13,12 +13,12 @@ from layouts import LATER, make_config, make_trainer
 from ranks import end_layout
 
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.trainer import checkpoint, offload
-from megatron_rl.trainer import trainer as trainer_module
+from megatron_rl.trainer import checkpoint, offload, optimizer
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.optimizer import torch_optimizers, wrap_ddp
+from megatron_rl.trainer.optimizer import torch_optimizers
 from megatron_rl.trainer.trainer import Trainer
 
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
 
 
@@ -57,7 +57,7 @@ def train(
     model: str, samples: list[Sequence], overrides: dict, folder: str | None, bucket_size: int | None, updates: int = 2
 ) -> dict:
     """Updates; folder: through a checkpoint, and into another trainer, after the first."""
-    trainer_module.wrap_ddp = partial(wrap_ddp, bucket_size=bucket_size)
+    optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=bucket_size)
     config = make_config(model, overrides)
     trainer = make_trainer(config)
     one_update(trainer, samples)

@@ -20,7 +20,7 @@ from megatron_rl.data.balance import partition, plan_updates
 sizes = st.lists(st.integers(1, 60), max_size=7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes, st.integers(1, 4))
 def test_partition_against_brute_force(sizes, count):
     bins = partition(sizes, count)
@@ -50,7 +50,7 @@ def test_log_normal_lengths_over_32_ranks(seed):
     assert max(tokens) / np.mean(tokens) <= 1.1 < max(sampled) / np.mean(sampled)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 5))
 def test_an_update_has_the_same_sequences_on_any_number_of_ranks(sizes, updates, ranks):
     plan = plan_updates(sizes, updates, ranks)

@@ -96,7 +96,7 @@ def test_gradients_are_clipped_by_the_norm_of_what_trains(tmp_path):
     for keep in (False, True, ["*.mlp.experts.local_experts.[01].*", "*.layers.1.self_attention.linear_qkv.weight"]):
         overrides = {"model": {"path": str(model), "keep_zeros": keep}, "parallel": {"distributed_optimizer": False}}
         overrides["optimizer"] = {"clip_grad": 0.0}  # the gradients stay as they were when their norm was taken
-        [worlds[str(keep)]] = run_ranks(1, "trainer.prune_ranks:first_gradients", (str(model), overrides, seed))
+        [worlds[str(keep)]] = run_ranks(1, "compression.prune_ranks:first_gradients", (str(model), overrides, seed))
     weights = read_folder(model)
     for keep, found in worlds.items():
         squares = 0.0
@@ -117,7 +117,7 @@ def test_reinforcement_learning_keeps_them_too(tmp_path):
     model = two_of_four(tmp_path / "model", seed)
     overrides = {"model": {"path": str(model), "keep_zeros": True}, "precision": {"train": "bf16"}}
     overrides |= {"vp2o": {"enabled": True, "trust_region": None}}
-    found = run_ranks(2, "trainer.prune_ranks:updated", ([(str(model), overrides, seed)], 3))
+    found = run_ranks(2, "compression.prune_ranks:updated", ([(str(model), overrides, seed)], 3))
     for [rank] in found:
         assert all(figures["update/skipped"] == 0 for figures in rank["figures"])
         for name, tensor in read_folder(model).items():

@@ -155,9 +155,13 @@ BAD = {
         "sync": {"adapters": "unmerged"}
     },
     r"unmerged: lora\.targets has .*: SGLang": {"lora": {"rank": 4}, "sync": {"adapters": "unmerged"}},
-    r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}},
+    r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}, "batch": {"updates_per_step": 2}},
     r"unmerged: rollout\.record with routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},
-    r"unmerged: rollout\.colocate": {**UNMERGED, "rollout": {"colocate": True}},
+    r"unmerged: rollout\.colocate": {
+        **UNMERGED,
+        "rollout": {"colocate": True},
+        "sync": {"adapters": "unmerged", "transport": "tensor"},
+    },
     r"unmerged: precision\.rollout = fp8": {**UNMERGED, "precision": {"rollout": "fp8"}},
     r"lora\.path = /gone: does not exist": {"lora": {"rank": 4, "path": "/gone"}},
     r"lora\.dropout = 0\.1 with algorithm\.on_policy": {

@@ -60,7 +60,7 @@ def test_logits_of_the_engine_keep_to_their_own_hidden_states(kinds):
             assert torch.equal(features.hidden, torch.cat([f.hidden for _, f in expected])[:, column])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]), st.integers(0, 2**31))
 def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
     samples = make(sizes, seed)
@@ -102,7 +102,7 @@ def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
     assert not seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 200))
 def test_budget_holds_and_nothing_is_lost(sizes, budget):
     count = micro_batch_count(sizes, budget)
@@ -117,7 +117,7 @@ def test_more_micro_batches_than_sequences_are_padding_alone():
     assert all((b.labels == IGNORED).all() and b.tokens.shape[1] % 2 == 0 for b in batches[1:])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths, st.sampled_from([1, 2, 4]), st.integers(0, 2**31))
 def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
     rng = np.random.default_rng(seed)
@@ -140,7 +140,7 @@ def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
             assert ids == (samples[row].kept[i].tolist() if known else [])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.integers(0, 2**31))
 def test_what_a_gpu_would_be_waited_for_comes_with_the_batch(sizes, layout, seed):
     samples = make(sizes, seed)
@@ -170,7 +170,7 @@ def trajectory(sample: Sequence) -> Trajectory:
     return Trajectory(prompt_id="a", group_id=0, **vars(sample))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths, st.sampled_from([1, 2, 4]), st.integers(0, 2**31))
 def test_a_new_field_is_one_declaration(sizes, context, seed):
     """Nothing but FIELDS knows of it, and it goes where all others go: on disk, into batches and their parts."""

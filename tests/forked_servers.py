@@ -116,18 +116,30 @@ def output_of_script(script: Path, given: str = "", timeout: float = 240.0) -> s
 
 
 def supervisors_of(pid: int) -> list[int]:
-    """Ids of the supervisors of the servers that a process has had forked, which are no children of it."""
+    """Ids of the running supervisors of the servers that a running process has had forked, which are no children of it."""
     path = _list_of(pid)
-    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+    noted = path.read_text().split() if path.exists() else []
+    ids = [int(one.partition("-")[0]) for one in noted]
+    return [supervisor for supervisor, one in zip(ids, noted, strict=True) if _identity(supervisor) == one]
 
 
 def _note(supervisor: int) -> None:
-    with open(_list_of(os.getpid()), "a") as file:
-        file.write(f"{supervisor}\n")
+    if started := _identity(supervisor):
+        with open(_list_of(os.getpid()), "a") as file:
+            file.write(f"{started}\n")
 
 
 def _list_of(pid: int) -> Path:
-    return _zygote().folder() / f"servers-of-{pid}"
+    return _zygote().folder() / f"servers-of-{_identity(pid)}"
+
+
+def _identity(pid: int) -> str | None:
+    """A process's id and start. The kernel gives an id anew, in a suite that starts tens of thousands of threads too."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return f"{pid}-{after_name.split()[19]}"
 
 
 def _zygote() -> Zygote:

@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
@@ -50,24 +51,32 @@ PRESETS = {
 """Models of examples/NAME.sh: family and sizes."""
 
 
-def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of exactly `vocab` tokens (at least 260: 256 bytes and the special tokens), with ChatML."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@cache
+def _trained_bpe(vocab: int) -> str:
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=special,
+        special_tokens=[*SPECIAL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(topics.topics.values(), trainer)
+    return bpe.to_str()
+
+
+def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of exactly `vocab` tokens (at least 260: 256 bytes and the special tokens), with ChatML."""
+    bpe = Tokenizer.from_str(_trained_bpe(vocab))
     if bpe.get_vocab_size() != vocab:
         raise ValueError(f"--vocab {vocab}: the text tokenizer has {bpe.get_vocab_size()} tokens; choose 260 to 4096")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token=special[0], eos_token=special[2], clean_up_tokenization_spaces=False
+        tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[2], clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = CHATML
     return tokenizer

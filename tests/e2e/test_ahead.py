@@ -19,7 +19,7 @@ from tests.e2e.test_recovery import final_tensors
 from tests.e2e.test_train import scheduler_of
 from tests.program import Program
 
-STEPS, RESPONSES = 4, 32
+STEPS, RESPONSES = 4, 16
 TIMEOUT_S = 240
 
 
@@ -30,7 +30,7 @@ def write_config(folder: Path, model: Path) -> Path:
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
         # Many micro-batches, and calls of a few long responses, two at a time: a step has a middle.
-        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 1, "tokens_per_micro_batch": 350},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "updates_per_step": 1, "tokens_per_micro_batch": 350},
         # A random model earns nothing: without the entropy its weights would not move.
         "algorithm": {"entropy_coefficient": 0.01},
         "optimizer": {"lr": 1e-3},

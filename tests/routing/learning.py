@@ -53,7 +53,7 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
     entry = MOVE * 5.0 * 0.02  # a random model's routers have entries of 0.02
     multiplier = routing["predictor_lr_multiplier"] * entry / POLICY_LR
     options = {
-        "batch": {"updates_per_step": UPDATES},
+        "batch": {"updates_per_step": UPDATES, "tokens_per_micro_batch": 1024},
         "routing": {"cached_tokens": 64, **routing, "predictor_lr_multiplier": multiplier},
     }
     trainer = make_trainer(make_config(model, options, source))

@@ -145,10 +145,10 @@ def by_number(
 
 
 def keep_gradients(trainer: Trainer, kept: list[dict[str, np.ndarray]]) -> None:
-    """Put the whole gradients of each update into the list."""
+    """Put the whole gradients of the first update into the list. Those of later ones are seen by the weights they leave."""
     reduce_whole(trainer)
     step = trainer._step
-    trainer._step = lambda: (kept.append(whole_gradients(trainer)), step())[1]
+    trainer._step = lambda: (kept or kept.append(whole_gradients(trainer)), step())[1]
 
 
 def build_critic(config: Config, policy: Trainer) -> Critic:

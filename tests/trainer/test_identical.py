@@ -75,11 +75,13 @@ def drawn(models):
     """By family: samples in which no two experts tie but for rounding, and what plain layers make of them."""
     plain = {"precision": {"train": "fp32"}, "optimizer": {"clip_grad": 1e9}}
 
-    def attempt(seed: int, model: str) -> tuple[list, dict]:
+    def attempt(seed: int) -> dict[str, tuple[list, dict]]:
         samples = make_samples(seed, SAMPLES, 512)
-        return samples, run_ranks(1, "layouts:run_layouts", (model, samples, [plain]), refuse_ties=True)[0][0]
+        runs = [(model, samples, plain) for model in models.values()]
+        results = run_ranks(1, "layouts:run_all", (runs,), refuse_ties=True)[0]
+        return {family: (samples, result) for family, result in zip(models, results, strict=True)}
 
-    return {family: without_ties(lambda seed, m=model: attempt(seed, m)) for family, model in models.items()}
+    return without_ties(attempt)
 
 
 @pytest.fixture(scope="module")

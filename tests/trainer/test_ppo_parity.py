@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,17 @@ RUNS: dict[int, list[tuple[str, str]]] = {
 }
 WITH_OTHERS = ("reference", "cp2", "dp2_distributed_optimizer")
 """Layouts with all advantages that there are beside that of the case."""
-COMPARED = [run for runs in RUNS.values() for run in runs if run[1] not in REFERENCES.values() and run[0] != "together"]
+
+
+def marked(runs: Iterable[tuple[str, str]]) -> list:
+    """Runs as parameters of a test; those on four ranks are long."""
+    return [pytest.param(run, id=" ".join(run), marks=[pytest.mark.long] * (run in RUNS[4])) for run in runs]
+
+
+ALL = marked(run for runs in RUNS.values() for run in runs)
+COMPARED = marked(
+    run for runs in RUNS.values() for run in runs if run[1] not in REFERENCES.values() and run[0] != "together"
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +87,31 @@ def seed(drawn):
     return drawn[0]
 
 
-@pytest.fixture(scope="module")
-def found(drawn, models):
-    """(case, layout) -> what its first rank found."""
-    seed, alone = drawn
-    results: dict[tuple[str, str], dict] = {}
-    for world_size, runs in RUNS.items():
-        ranks = alone if world_size == 1 else on_ranks(models, seed, world_size)
-        results |= dict(zip(runs, ranks[0], strict=True))
+class Found(dict):
+    """(case, layout) -> what its first rank found; runs of one number of processes together, when one of them is asked for."""
+
+    def __init__(self, models: dict[int, list[str]], seed: int, alone: list[list[dict]]) -> None:
+        super().__init__()
+        self._models, self._seed = models, seed
+        self._keep(1, alone)
+
+    def __missing__(self, run: tuple[str, str]) -> dict:
+        world_size = next(size for size, runs in RUNS.items() if run in runs)
+        self._keep(world_size, on_ranks(self._models, self._seed, world_size))
+        return self[run]
+
+    def _keep(self, world_size: int, ranks: list[list[dict]]) -> None:
+        runs = RUNS[world_size]
+        self |= zip(runs, ranks[0], strict=True)
         for rank in ranks:
             for (case, name), result in zip(runs, rank, strict=True):
                 others = case == "gae" and name in WITH_OTHERS
                 assert ("refused" in result) == others, "a process did not learn of what another one refuses"
-    return results
+
+
+@pytest.fixture(scope="module")
+def found(drawn, models):
+    return Found(models, *drawn)
 
 
 def near(ours: Any, theirs: Any, what: str, bound: float = 1e-5) -> None:
@@ -107,7 +130,7 @@ def reference_of(found: dict, run: tuple[str, str]) -> dict[str, Any]:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+@pytest.mark.parametrize("run", COMPARED)
 def test_values_advantages_and_returns_are_those_of_one_process(found, run):
     reference, result = reference_of(found, run)["advantages"], found[run]["advantages"]
     assert result.keys() == (reference.keys() if run[1] in WITH_OTHERS else {"case"})
@@ -120,7 +143,7 @@ def test_values_advantages_and_returns_are_those_of_one_process(found, run):
                 near(ours[key][number], values, f"{name}: {key} of {number}")
 
 
-@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+@pytest.mark.parametrize("run", COMPARED)
 def test_losses_and_gradients_are_those_of_one_process(found, run):
     reference, result = reference_of(found, run), found[run]
     assert reference["micro_batches"] > 1 and (run[1] != "large micro-batches" or result["micro_batches"] == 1)
@@ -131,15 +154,15 @@ def test_losses_and_gradients_are_those_of_one_process(found, run):
         near(result["metrics"][name], theirs, name, 2e-5)
     assert result["coefficient"] == pytest.approx(reference["coefficient"], rel=1e-5)
     for learner, updates in reference["grads"].items():
-        assert len(updates) == len(result["grads"][learner]) == (2 if learner == "policy" or run[0] == "gae" else 0)
-        for index, (ours, theirs) in enumerate(zip(result["grads"][learner], updates, strict=True)):
+        assert len(updates) == len(result["grads"][learner]) == (learner == "policy" or run[0] == "gae")
+        for ours, theirs in zip(result["grads"][learner], updates, strict=True):
             assert ours.keys() == theirs.keys()
             assert max(np.abs(g).max() for g in theirs.values()) > 1e-3, "gradients too small to compare"
             for tensor, grad in theirs.items():
-                near(ours[tensor], grad, f"update {index}: gradient of the {learner}'s {tensor}")
+                near(ours[tensor], grad, f"gradient of the {learner}'s {tensor}")
 
 
-@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+@pytest.mark.parametrize("run", COMPARED)
 def test_weights_after_a_step_are_those_of_one_process(found, run):
     reference, result = reference_of(found, run)["weights"], found[run]["weights"]
     assert result.keys() == reference.keys() == ({"policy", "critic"} if run[0] == "gae" else {"policy"})
@@ -290,7 +313,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
+@pytest.mark.parametrize("run", ALL)
 def test_advantages_are_those_of_their_definition(found, seed, run):
     case = run[0]
     algorithms = ALGORITHMS[case] if run[1] in WITH_OTHERS else {}
@@ -314,7 +337,7 @@ def test_advantages_are_those_of_their_definition(found, seed, run):
                 assert not made["returns"][number][~mask].any()
 
 
-@pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
+@pytest.mark.parametrize("run", ALL)
 def test_metrics_of_advantages_are_those_of_all_tokens_that_count(found, seed, run):
     """Figures of all ranks and both updates, in fp64; after the limit, of which it is known how many it has changed."""
     trajectories, algorithm = make_trajectories(seed, parts=run[0] != "grpo"), algorithm_of(run[0])
@@ -332,10 +355,10 @@ def test_metrics_of_advantages_are_those_of_all_tokens_that_count(found, seed, r
 
 
 def test_parts_of_a_sample_have_no_single_reward_to_add_to(found):
-    for (case, layout), result in found.items():
-        if case == "gae" and layout in WITH_OTHERS:
-            assert "is several sequences; set placement: loss, or advantage: reinforce_plus_plus" in result["refused"]
-            assert "\n" not in result["refused"], layout
+    for layout in WITH_OTHERS:
+        refused = found["gae", layout]["refused"]
+        assert "is several sequences; set placement: loss, or advantage: reinforce_plus_plus" in refused
+        assert "\n" not in refused, layout
 
 
 def test_the_critic_is_what_transformers_makes_of_its_folder(found, models, seed):
@@ -358,7 +381,7 @@ def test_the_critic_is_what_transformers_makes_of_its_folder(found, models, seed
             losses.append((before - returns)[mask].square().sum() / 2)
             tokens += int(mask.sum())
     (torch.stack(losses).sum() / tokens).backward()
-    [first, _] = found["gae", "reference"]["grads"]["critic"]
+    [first] = found["gae", "reference"]["grads"]["critic"]
     compared = 0
     for name, parameter in model.named_parameters():
         if name in first and parameter.grad is not None:

@@ -23,9 +23,41 @@ LARGE = [("large_micro_batches", kind) for kind in KINDS]
 COMPARED = [*LAYOUTS, *FOUR, *LARGE]
 
 
+class Found(dict):
+    """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference". Runs of one
+    number of processes together, when one of them is asked for."""
+
+    def __init__(self, models: dict[int, list[str]]) -> None:
+        super().__init__()
+        self._models = models
+        references = [("reference", kind, layers) for layers in (2, 4) for kind in KINDS]
+        self._seed, results = without_ties(
+            lambda seed: (seed, self._run(seed, 1, [*references, *map(of_model, LARGE)], refuse_ties=True))
+        )
+        self |= results
+
+    def __missing__(self, run: tuple[str, str, int]) -> dict:
+        world_size, runs = next((size, runs) for size, runs in ((2, LAYOUTS), (4, FOUR)) if run[:2] in runs)
+        self |= self._run(self._seed, world_size, [*map(of_model, runs)])
+        return self[run]
+
+    def _run(self, seed: int, world_size: int, runs: list[tuple[str, str, int]], **options: bool) -> dict:
+        arguments = []
+        for layout, kind, layers in runs:
+            overrides = {"parallel": parallel_of(layout)} if world_size > 1 else {}
+            if layout == "large_micro_batches":
+                overrides = {"batch": {"tokens_per_micro_batch": 4096}}
+            arguments.append((kind == "reward", *self._models[layers], {"optimizer": {"eps": EPS}, **overrides}))
+        ranks = run_ranks(world_size, "preference_ranks:run_layouts", (arguments, seed), timeout=540.0, **options)
+        return dict(zip(runs, ranks[0], strict=True))
+
+
+def of_model(run: tuple[str, str]) -> tuple[str, str, int]:
+    return (*run, layers_of(run[0]))
+
+
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
-    """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference"."""
     # With a head from the start: behind one of zeros nothing else has a gradient.
     head = fresh_seed()
     models = {}
@@ -33,26 +65,17 @@ def found(tiny_model, tmp_path_factory):
         both = [str(tiny_model("qwen3_moe", "--layers", str(layers), *more)) for more in ((), ("--seed", "1"))]
         out = tmp_path_factory.mktemp("models") / "classifier"
         models[layers] = [*both, str(classifier(Path(both[0]), out, head))]
+    return Found(models)
 
-    def run(seed: int, world_size: int, runs: list[tuple[str, str, int]], **options: bool) -> dict:
-        arguments = []
-        for layout, kind, layers in runs:
-            overrides = {"parallel": parallel_of(layout)} if world_size > 1 else {}
-            if layout == "large_micro_batches":
-                overrides = {"batch": {"tokens_per_micro_batch": 4096}}
-            arguments.append((kind == "reward", *models[layers], {"optimizer": {"eps": EPS}, **overrides}))
-        ranks = run_ranks(world_size, "preference_ranks:run_layouts", (arguments, seed), timeout=540.0, **options)
-        return dict(zip(runs, ranks[0], strict=True))
 
-    references = [("reference", kind, layers) for layers in (2, 4) for kind in KINDS]
-    seed, results = without_ties(lambda seed: (seed, run(seed, 1, references, refuse_ties=True)))
-    for world_size, runs in ((1, LARGE), (2, LAYOUTS), (4, FOUR)):
-        results |= run(seed, world_size, [(*one, layers_of(one[0])) for one in runs])
-    return results
+def marked(runs: list[tuple[str, str]]) -> list:
+    """Layouts, and a kind or a loss, as parameters of a test; those on four ranks are long."""
+    on_four = {layout for layout, _ in FOUR}
+    return [pytest.param(*run, id="-".join(run), marks=[pytest.mark.long] * (run[0] in on_four)) for run in runs]
 
 
 @pytest.mark.parametrize(
-    ("layout", "loss"), [(layout, loss) for layout, kind in COMPARED for loss in KINDS[kind]], ids=str
+    ("layout", "loss"), marked([(layout, loss) for layout, kind in COMPARED for loss in KINDS[kind]])
 )
 def test_a_loss_and_its_gradients_are_those_of_one_process(found, layout, loss):
     kind, layers = "reward" if loss in REWARD else "policy", layers_of(layout)
@@ -72,7 +95,7 @@ def test_a_loss_and_its_gradients_are_those_of_one_process(found, layout, loss):
         assert worst < 1e-5, f"gradient of {tensor} differs by {worst}"
 
 
-@pytest.mark.parametrize(("layout", "kind"), COMPARED)
+@pytest.mark.parametrize(("layout", "kind"), marked(COMPARED))
 def test_weights_after_all_updates_are_those_of_one_process(found, layout, kind):
     for tensor, theirs in found["reference", kind, layers_of(layout)]["weights"].items():
         worst = np.abs(found[layout, kind, layers_of(layout)]["weights"][tensor] - theirs).max()

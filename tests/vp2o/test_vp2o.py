@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layouts import make_samples
 from ranks import run_ranks, without_ties
 
 from megatron_rl.algorithms import stein
 from megatron_rl.trainer.preview import StepPreview
+from tests.trainer.layouts import make_samples
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 

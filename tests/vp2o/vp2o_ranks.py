@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from layouts import LATER, hook_of, make_config, make_trainer, score, update
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ranks import end_layout
@@ -35,6 +34,7 @@ from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.vp2o.expert_groups import Active, Coactivation, ExpertLayer, Experts
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
+from tests.trainer.layouts import LATER, hook_of, make_config, make_trainer, score, update
 
 EXPERTS = 6
 """Of layers that are made up here."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked_servers
 from tests.preloaded import PYTHON_WITH_PACKAGES
 from tests.waiting import gone, wait_for
 from tests.zygote import FOLDER, Process, Zygote
@@ -147,14 +146,15 @@ def test_a_forked_python_passes_signals_on_and_sees_the_end_of_its_input():
     assert subprocess.run(reader, input=b"four", capture_output=True, timeout=300).stdout == b"4\n"
 
 
-def test_supervisors_of_a_process_run_and_are_its_own(zygote, monkeypatch):
-    monkeypatch.setattr(forked_servers, "_zygotes", [zygote])
+def test_supervisors_of_a_process_run_and_are_its_own(zygote, tmp_path, monkeypatch):
+    from tests import forked_servers  # which would cost each forked process of this file seconds
+
+    monkeypatch.setattr(forked_servers, "_list_of", lambda pid: tmp_path / str(pid))
     runs, ended = (Process(zygote, "time:sleep", (seconds,)) for seconds in (600, 0))
     for process in (runs, ended):
         forked_servers._note(process.pid)
     ended.join(60)
     assert forked_servers.supervisors_of(os.getpid()) == [runs.pid]
-    mine = forked_servers._list_of(os.getpid())
-    mine.write_text(f"{runs.pid}-1\n")  # the id of one that has ended, given anew
+    (tmp_path / str(os.getpid())).write_text(f"{runs.pid}-1\n")  # the id of one that has ended, given anew
     assert forked_servers.supervisors_of(os.getpid()) == []
     runs.kill()

@@ -178,7 +178,9 @@ def test_layouts_agree_with_one_process(alone, model, samples):
 def test_experts_and_whole_shards_have_scales_of_their_own():
     [(x, together, each, whole, shards)] = run_ranks(1, "trainer.fp8_ranks:scales", (), timeout=200)
     assert torch.equal(together, each)
-    assert ((together - x).abs() <= x.abs() / 16 + 1e-3).all()
+    # e4m3 keeps four binary digits; the smallest numbers are multiples of 2^-9 times the scale, an expert's largest / 448.
+    smallest = torch.cat([rows.abs().max().expand(len(rows), 1) for rows in (x[:4], x[4:])]) / 448 * 2**-9
+    assert ((together - x).abs() <= 1.001 * torch.maximum(x.abs() / 16, smallest / 2)).all()
     assert torch.equal(whole, shards)
 
 

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +61,6 @@ class Zygote:
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables beside those of the run."""
-    pid: int | None = field(default=None, init=False)
-    """Its process, where this one has started it."""
     _folder: str = field(default="", init=False)
 
     def folder(self) -> Path:
@@ -97,10 +94,8 @@ class Zygote:
                         env=self.whole_environment(),
                         start_new_session=True,
                     )
-                self.pid = started.pid
-                deadline = time.monotonic() + START_S
-                while not path.exists() and started.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(START_S)  # it listens then, by a process that is no child of this one
         return str(path)
 
     def log(self) -> Path:
@@ -291,6 +286,8 @@ def main() -> int:
     listener.bind(path + ".new")
     listener.listen(64)
     os.rename(path + ".new", path)
+    if os.fork():
+        os._exit(0)  # whoever asks first has no processes of others below it
     death = os.pidfd_open(int(owner))
     sys.path.pop(0)  # of this script
     gc.disable()  # imports make no garbage

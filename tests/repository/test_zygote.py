@@ -87,14 +87,19 @@ def test_it_is_killed_and_ends_with_the_object_that_stands_for_it(zygote):
     wait_for(lambda: gone(pid))
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_nothing_outlives_a_process_that_asked_and_was_killed():
     """Its zygote, which is its own where it is not of a run of tests, ends with it too."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     asks = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, env=environment)
     try:
         process = int(asks.stdout.readline())
-        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        parent = parent_of(process)
         assert parent not in (os.getpid(), asks.pid)
+        assert parent_of(parent) not in (os.getpid(), asks.pid), "it has processes of others below it"
     finally:
         asks.kill()
         asks.wait(20)
@@ -105,7 +110,7 @@ def test_a_zygote_has_the_environment_of_the_run_whoever_asks_first(monkeypatch)
     monkeypatch.setenv("OF_A_TEST", "1")
     zygote = Zygote("environment", (), environment={"OF_ITS_OWN": "1"})
     process = Process(zygote, "time:sleep", (600,))
-    started = Path(f"/proc/{zygote.pid}/environ").read_bytes().split(b"\0")
+    started = Path(f"/proc/{parent_of(process.pid)}/environ").read_bytes().split(b"\0")
     assert b"OF_ITS_OWN=1" in started and b"OF_A_TEST=1" not in started
     process.kill()
 

@@ -126,6 +126,7 @@ def config_of(model: Path, runs: Path, **rollout) -> Config:
             "precision": {"train": "fp32", "rollout": "fp32"},
             "rollout": {"context_length": 96, "max_new_tokens": 8, "server": server | {"count": 2}} | rollout,
             "sync": {"transport": "tensor", "timeout_s": 60.0},
+            "checkpoint": {"every": 1},
             "logging": {"tensorboard": False},
         }
     )
@@ -287,12 +288,12 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls, monkeypatch):
                     "weights that sleep are lost: pushed again"
                 )
                 assert seen() == PUSH and versions(engine) == ["1", "1"]
-                run.save()
+                run.checkpoint(prepare=engine.sleep)
                 assert seen() == ["RolloutServer sleep", "Trainer wake"], "a checkpoint needs all of the trainer"
                 with clock("rollout"):
                     engine.wake()
                 with clock("checkpoint"):
-                    run.save()
+                    run.checkpoint(prepare=engine.sleep)
                 times = clock.times()
                 assert times["time/sleep_s"] > 0 < times["time/wake_s"]
                 assert sum(times.values()) == pytest.approx(2 * times["time/step_s"], rel=1e-3), (

@@ -57,6 +57,7 @@ LONG = (
     "csrc/test_cuda_masked_log_softmax.py::test_planted_bugs_are_caught",
     "csrc/test_cuda_sink_attention.py::test_planted_bugs_are_caught",
     "csrc/test_sanitizers.py",
+    "e2e/test_agent_runs.py::test_an_agent_of_ones_own",
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
     "e2e/test_ahead.py::test_two_processes_give_up_an_update_and_learn_the_same_to_the_bit",

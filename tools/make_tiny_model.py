@@ -56,6 +56,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @cache
 def _trained_bpe(vocab: int) -> str:
+    # As text: each tokenizer is one's own to change, and training takes longer than reading.
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,8 +9,9 @@ import torch
 
 from megatron_rl.data.packing import Batch
 from megatron_rl.trainer.hooks import ALONE
+from megatron_rl.trainer.model_pass import ModelPass
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.trainer import ModelPass, Trainer
+from megatron_rl.trainer.trainer import Trainer
 
 
 def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:

@@ -25,7 +25,7 @@ import torch
 from megatron_rl_plugin.routes import compact
 
 from megatron_rl.data.engine_routes import EngineRoutes
-from megatron_rl.servers.client import parse_reply
+from megatron_rl.servers.reply import parse_reply
 
 WARM_UP = 2
 

@@ -26,7 +26,8 @@ from megatron_rl.dialects import DIALECTS, Dialect, Harmony, dialect, without_en
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.servers.client import Aborted, Reply, SGLangClient
+from megatron_rl.servers.client import Aborted, SGLangClient
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt, Task
 from megatron_rl.tasks.chat import check_text
 from megatron_rl.tasks.openai_messages import parse_messages

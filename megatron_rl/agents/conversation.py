@@ -13,7 +13,7 @@ from megatron_rl.data.engine_routes import EngineRoutes, join_gates, join_routes
 from megatron_rl.data.sequence import FIELDS, RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
 from megatron_rl.dialects.base import encodable
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 
 Messages = Sequence[Mapping[str, Any]]
 """In OpenAI's form: role, content, and calls in tool_calls."""

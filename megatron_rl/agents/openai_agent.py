@@ -22,7 +22,8 @@ from megatron_rl.config.registry import resolve
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.servers.client import EngineLost, Reply, SGLangClient
+from megatron_rl.servers.client import EngineLost, SGLangClient
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Task
 from megatron_rl.tools.tool import ToolLost, in_thread
 

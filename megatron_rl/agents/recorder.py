@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from megatron_rl.agents.conversation import Conversation
 from megatron_rl.dialects import Dialect, Parsed, without_end
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks.openai_messages import parse_messages
 
 # -- chat request --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_rl.algorithms.sampling_support import SamplingSupport, request_seed
 from megatron_rl.certify.compare import Place, Recorded
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.servers.client import Reply, SGLangClient
+from megatron_rl.servers.client import SGLangClient
+from megatron_rl.servers.reply import Reply
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.tasks import Prompt
 

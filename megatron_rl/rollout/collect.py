@@ -19,7 +19,8 @@ import numpy as np
 from megatron_rl.algorithms.sampling_support import SamplingSupport, request_seed
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.servers.client import Aborted, EngineLost, Reply, SGLangClient, server_order
+from megatron_rl.servers.client import Aborted, EngineLost, SGLangClient, server_order
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt
 
 TOKENS_PER_CALL = 4096

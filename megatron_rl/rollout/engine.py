@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -43,8 +42,6 @@ from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import Trainer
-
-log = logging.getLogger(__name__)
 
 KEPT_DIGESTS = 100
 """Pushes of which a checkpoint has the digests: samples of steps behind it are of the last ones."""
@@ -453,22 +450,7 @@ class Engine:
         if known:
             self._reused += len(known)
             self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were there already")
-
-        def add(samples: dict[int, list[Trajectory]]) -> None:
-            # What failed may have done so as the run was ended.
-            done = {r: sample for r, sample in samples.items() if not any(t.finish_reason == "failure" for t in sample)}
-            if done and not failed:
-                try:
-                    finished.add(done, self._pusher.digests)
-                except OSError as error:
-                    failed.append(error)
-                    log.warning(
-                        f"{pending}: {error.strerror or error}: samples of step {step + 1} are not kept; a run that"
-                        " is ended in it asks for them again (rollout.durable)"
-                    )
-
-        failed: list[OSError] = []
-        return {"known": known, "on_finished": add}
+        return {"known": known, "on_finished": finished.keeper(self._pusher.digests)}
 
     def _complete(self, asked: PendingRollout) -> None:
         stop = self.run.asked_to_stop if self.trains else (lambda: False)

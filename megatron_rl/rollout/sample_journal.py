@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class SampleJournal:
     """Samples that one process has of a step."""
 
     def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
-        self._folder, self._stem = folder, f"step_{step:06d}.{key}.rank"
+        self._folder, self._step, self._stem = folder, step, f"step_{step:06d}.{key}.rank"
         self._own = folder / f"{self._stem}{data_rank}"
         self._lock = threading.Lock()
 
@@ -86,6 +86,25 @@ class SampleJournal:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._lock, open(self._own, "ab", buffering=0) as file:
             file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
+
+    def keeper(self, digests: Mapping[str, str]) -> Callable[[Samples], None]:
+        """A function that appends samples as they finish. Where the disk takes none, it says so once, and keeps no more."""
+        failed: list[OSError] = []
+
+        def keep(samples: Samples) -> None:
+            # What failed may have done so as the run was ended.
+            done = {r: sample for r, sample in samples.items() if not any(t.finish_reason == "failure" for t in sample)}
+            if done and not failed:
+                try:
+                    self.add(done, digests)
+                except OSError as error:
+                    failed.append(error)
+                    log.warning(
+                        f"{self._folder}: {error.strerror or error}: samples of step {self._step + 1} are not kept; a run"
+                        " that is ended in it asks for them again (rollout.durable)"
+                    )
+
+        return keep
 
     def mend(self) -> None:
         """Cut what a process has left of this one's file that is no whole record: nothing behind it would be found."""

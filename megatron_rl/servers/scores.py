@@ -13,7 +13,7 @@ from megatron_rl.config.credentials import WRONG_KEY, hide
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask, session
-from megatron_rl.servers.client import impossible, numbers
+from megatron_rl.servers.reply import impossible, numbers
 
 ATTEMPTS, PAUSE_S, AT_A_TIME = 3, 0.5, 64
 

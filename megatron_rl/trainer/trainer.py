@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
@@ -26,31 +24,18 @@ from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.distributed.parallel import Interrupt, Ranks, process_group
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
-from megatron_rl.models import fp8
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.families import expert_count
 from megatron_rl.models.hf_folder import whole_folder
-from megatron_rl.models.packed import LayerOutputs, PackedBatch
 from megatron_rl.models.shape import engine_routes
-from megatron_rl.models.value_head import value_head
-from megatron_rl.ops.device import LateChecks
 from megatron_rl.routing.passes import RoutePass, RouterLosses
 from megatron_rl.routing.table import RouteShape
-from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_part, own_rows, watched_layers
-from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
+from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_part, own_rows
+from megatron_rl.trainer.head import RecordedTeacher, TeacherHead
 from megatron_rl.trainer.hooks import ALONE, Stage, Step, UpdateContext, UpdateHook
-from megatron_rl.trainer.objective import (
-    ComputeHidden,
-    ComputeValues,
-    HeadOutputs,
-    HiddenStates,
-    LogProbs,
-    Objective,
-    Result,
-    Totals,
-    Values,
-)
+from megatron_rl.trainer.model_pass import ModelPass, PassRunner
+from megatron_rl.trainer.objective import ComputeHidden, ComputeValues, LogProbs, Objective, Result, Totals
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
@@ -71,45 +56,6 @@ class Update:
     """Share of the learning rate at which the step was taken: below 1 where a hook confined it, 0 where it left it out."""
     ends_batch: bool = False
     """True: a hook leaves out all later updates of the rollout batch."""
-
-
-MicroBatch = tuple[int, Batch, RoutePass | None, LayerOutputs | None, RouterLosses | None]
-"""Number of the micro-batch, the micro-batch, and its parts of `ModelPass`."""
-
-
-@dataclass(frozen=True)
-class ModelPass:
-    """A pass of the model over micro-batches: forward and, unless it only scores, backward."""
-
-    chunks: Items[torch.nn.Module]
-    batches: list[Batch]
-    routes: Items[RoutePass | None]
-    """Observers and replay of the routes, one a micro-batch."""
-    objective: Objective
-    support: SamplingSupport
-    features: Items[LayerOutputs] = ()
-    """Observers of the outputs of the layers, one a micro-batch; empty: none."""
-    routers: Items[RouterLosses | None] = ()
-    """Losses that balance the routers, one a micro-batch; empty: none."""
-    forward_only: bool = True
-
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """The micro-batches in order, each with what belongs to it."""
-        nobody: list[None] = [None] * len(self.batches)
-        return zip(
-            range(len(self.batches)),
-            self.batches,
-            self.routes,
-            self.features or nobody,
-            self.routers or nobody,
-            strict=True,
-        )
-
-    def that_scores(self, model: Model) -> ModelPass:
-        """The forward of the same micro-batches alone, which nothing watches."""
-        objective = ComputeValues() if model.value_head else LogProbs()
-        routes = [None] * len(self.batches)
-        return ModelPass(self.chunks, self.batches, routes, objective, self.support)
 
 
 class Trainer:
@@ -150,14 +96,12 @@ class Trainer:
         self._export_plan: list[WeightConversionTask] | None = None
         self.ddp: list[DistributedDataParallel] = []
         self._optimizer: ChainedOptimizer | None = None
-        self._results: list[Result | None] = []
         self._divisor = torch.ones(())
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
         train are in its checkpoints."""
-        self.interrupt: Interrupt | None = None
-        """Request that may give a step up before an optimizer steps; models on the same ranks have the same one."""
+        self.passes = PassRunner(model, config.model, config.precision, config.batch.tokens_per_micro_batch)
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -180,7 +124,7 @@ class Trainer:
     def watch(self, interrupt: Interrupt) -> None:
         """Let this model and its companions give a step up when `interrupt` says so."""
         for trainer in (self, *self.companions.values()):
-            trainer.interrupt = interrupt
+            trainer.passes.interrupt = interrupt
 
     @property
     def trains(self) -> bool:
@@ -315,8 +259,19 @@ class Trainer:
         if objective.teacher is not None and objective.teacher.feature_layers:
             drawn = [DrawnLayers(self._feature_rows(b), b.teacher_layers, objective.teacher) for b in batches]
         with self._observed(self.hooks, batches, "update", place) as passes:
-            asked = ModelPass(self.ddp, batches, passes, objective, self.support, drawn, routers, forward_only=False)
-            results = self._run(asked)
+            results = self._run(
+                ModelPass(
+                    self.ddp,
+                    batches,
+                    passes,
+                    objective,
+                    self.support,
+                    features=drawn,
+                    routers=routers,
+                    teachers=[self._teacher_head(batch, objective) for batch in batches],
+                    forward_only=False,
+                )
+            )
         for batch in () if place.again else batches:
             batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
         measured = [result.metrics for result in results if result] if self.reports else []
@@ -343,8 +298,8 @@ class Trainer:
 
         Megatron's own check of the norm raises, or steps on NaN.
         """
-        if self.interrupt is not None:
-            self.interrupt.disarm()
+        if self.passes.interrupt is not None:
+            self.passes.interrupt.disarm()
         found_inf = self.optimizer.prepare_grads()
         clipped_by = self.optimizer.get_grad_norm()
         norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
@@ -367,9 +322,8 @@ class Trainer:
         """
         for hook in self.hooks:
             hook.after_backward()
-        counted = [result.counted.double() for result in self._results if result and result.counted is not None]
+        counted = [result.counted.double() for result in self.passes.results if result and result.counted is not None]
         self._divisor = torch.stack(counted).sum() if counted else torch.zeros_like(num_tokens, dtype=torch.float64)
-        self._results = []
         finalize_model_grads(chunks, self._divisor, **options)  # which sums it over the ranks
         for hook in self.hooks:
             hook.after_reduction()
@@ -418,114 +372,7 @@ class Trainer:
 
     def _run(self, asked: ModelPass) -> list[Result | None]:
         self.residence.require("all")
-        if self.model.recipe.fp8_recipe != "delayed":
-            return self._forward_backward(asked)
-        if not fp8.calibrated(asked.chunks):
-            with torch.no_grad():
-                self._forward_backward(asked.that_scores(self.model))
-            fp8.calibrate()
-        with fp8.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
-            return self._forward_backward(asked)
-
-    def _forward_backward(self, asked: ModelPass) -> list[Result | None]:
-        chunks = asked.chunks
-        for chunk in chunks:
-            chunk.train(not asked.forward_only)
-        results: list[Result | None] = [None] * len(asked.batches)
-        self._results = results
-        data: list[Iterator] = [asked.micro_batches() for _ in chunks]
-        late = LateChecks()
-        if self.interrupt is not None:
-            self.interrupt.look()
-        with watched_layers(chunks if asked.features else ()):
-            get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, asked=asked, results=results, late=late),
-                data_iterator=data if len(chunks) > 1 else data[0],
-                model=[*chunks] if len(chunks) > 1 else chunks[0],
-                num_microbatches=len(asked.batches),
-                seq_length=self.config.batch.tokens_per_micro_batch,
-                micro_batch_size=1,
-                forward_only=asked.forward_only,
-            )
-        late.look()
-        return results
-
-    def _forward_step(
-        self,
-        iterator: Iterator[MicroBatch],
-        chunk: torch.nn.Module,
-        *,
-        asked: ModelPass,
-        results: list[Result | None],
-        late: LateChecks,
-    ):
-        objective, support = asked.objective, asked.support
-        index, batch, route_pass, features, router_losses = next(iterator)
-        if self.interrupt is not None and self.interrupt.deep:
-            self.interrupt.look()
-
-        def outputs(values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
-            if objective.reads_hidden:
-                return HiddenStates(values)
-            return Values(*values) if self.model.value_head else HeadOutputs(*values)
-
-        def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-            entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.zeros_like(entropy))).loss
-
-        borders = batch.cu_seqlens
-        packed = PackedBatch(
-            qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            cu_seqlens_q_padded=borders,
-            cu_seqlens_kv_padded=borders,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-            places=batch.places,
-            routing=route_pass,
-            features=features,
-            router_losses=router_losses,
-        )
-        if self.model.value_head:
-            head, request = value_head, None
-        elif objective.reads_hidden:
-            head, request = hidden_head, batch.label_rows
-        else:
-            head = log_prob_head
-            request = HeadRequest(
-                batch.labels,
-                batch.label_rows,
-                support.temperature,
-                support.log_rho,
-                batch.kept,
-                objective.with_entropy,
-                self.model.hf_config.vocab_size,
-                self.config.model.head_chunk_tokens,
-                token_loss if objective.per_token else None,
-                late,
-                self.config.precision.fp32_lm_head,
-                self.config.precision.identical,
-                self._teacher_head(batch, objective),
-                objective.label_smoothing > 0,
-            )
-        values = chunk(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            packed_seq_params=packed,
-            output_processor=head,
-            output_processor_context=request,
-        )
-
-        def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            result = objective(batch, outputs(values))
-            tokens = batch.mask.sum()
-            counted = tokens if result.counted is None else result.counted
-            results[index] = replace(result, loss=result.loss.detach(), counted=counted)
-            return result.loss, tokens.int(), {}
-
-        return values, loss
+        return self.passes.run(asked)
 
     def _teacher_head(self, batch: Batch, objective: Objective) -> TeacherHead | RecordedTeacher | None:
         if objective.teacher is None:

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.dialects import Call, Qwen
 from megatron_rl.event_loop import EventLoop
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 from tools.make_tiny_model import text_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,7 @@ from megatron_rl.data.engine_routes import EngineRoutes
 from megatron_rl.data.packing import IGNORED, Layout, pack
 from megatron_rl.data.sequence import RouterFeatures
 from megatron_rl.data.trajectory import WeightSpan, load_trajectories, save_trajectories
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 
 SHAPE = EngineRoutes(layers=3, moe_layers=(1, 2), experts=8, topk=2)
 

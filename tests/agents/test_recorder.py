@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.agents.recorder import BadRequest, Session, plain
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.dialects import Call, Qwen
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 from tools.make_tiny_model import text_tokenizer
 
 FORM = Qwen(text_tokenizer(512))

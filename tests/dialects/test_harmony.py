@@ -38,7 +38,7 @@ from megatron_rl.dialects import Call, dialect
 from megatron_rl.dialects.harmony_ids import MARKS, HarmonyIds, _load_from
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.program import SingleTurn
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt, build_task
 from megatron_rl.tasks.openai_messages import parse_messages
 from megatron_rl.tools.calculator import Calculator

@@ -69,8 +69,9 @@ from megatron_rl.report.mismatch_metrics import mismatch_metrics  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
 from megatron_rl.run.update_hooks import update_hooks  # noqa: E402
 from megatron_rl.trainer.hooks import ALONE  # noqa: E402
+from megatron_rl.trainer.model_pass import ModelPass  # noqa: E402
 from megatron_rl.trainer.objective import Policy  # noqa: E402
-from megatron_rl.trainer.trainer import ModelPass, Update, build_trainer  # noqa: E402
+from megatron_rl.trainer.trainer import Update, build_trainer  # noqa: E402
 
 logging.disable(logging.ERROR)
 
@@ -233,11 +234,12 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
         pass
     late, results = LateChecks(), [None]
+    trainer.passes.results = results
     chunk.train()
     torch.autograd.grad = gradients_of
     routers = [trainer._router_losses(batch, 1.0) for batch in batches]
     asked = ModelPass([chunk], batches, passes, objective, support, routers=routers, forward_only=False)
-    values, loss = trainer._forward_step(asked.micro_batches(), chunk, asked=asked, results=results, late=late)
+    values, loss = trainer.passes.forward_step(asked.micro_batches(), chunk, asked=asked, late=late)
     total, tokens, _ = loss(values)
     seen = [part for metric in results[0].metrics.values() for part in metric.parts]
     seen += [*values, total, tokens, *results[0].tokens.values()]

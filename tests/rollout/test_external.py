@@ -20,8 +20,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.run.run import Run
-from megatron_rl.servers.client import Reply
 from megatron_rl.servers.external import check_servers, problems, release, server_of, workers_of
+from megatron_rl.servers.reply import Reply
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.engines import FROM_FOLDER, RELEASED, version_of
 from megatron_rl.sync.transport import WeightSyncError

@@ -29,8 +29,8 @@ from megatron_rl.data.trajectory import WeightSpan, load_trajectories, save_traj
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sample_journal import read_recorded
 from megatron_rl.routing.table import has_route
-from megatron_rl.servers.client import Reply, parse_reply
 from megatron_rl.servers.external import problems
+from megatron_rl.servers.reply import Reply, parse_reply
 from megatron_rl.servers.server import RolloutServer, asks_gates
 
 SHAPE = EngineRoutes(layers=3, moe_layers=(1, 2), experts=40, topk=2, gates=True)

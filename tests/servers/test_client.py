@@ -17,7 +17,8 @@ from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes, drop_st
 from megatron_rl.data.trajectory import Trajectory, WeightSpan, load_trajectories, save_trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import engine_routes
-from megatron_rl.servers.client import EngineLost, SGLangClient, parse_reply
+from megatron_rl.servers.client import EngineLost, SGLangClient
+from megatron_rl.servers.reply import parse_reply
 from megatron_rl.servers.server import RolloutServer, reserve_port
 from tools.make_tiny_model import FAMILIES, Sizes
 

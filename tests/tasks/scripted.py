@@ -11,7 +11,7 @@ from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config.load import build_config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rewards.verify import give_rewards
-from megatron_rl.servers.client import Reply
+from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt, Task
 from tools.make_tiny_model import text_tokenizer
 

@@ -1,0 +1,205 @@
+"""Passes of the model over micro-batches, by Megatron's pipeline schedule: forward, head, objective and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_rl.algorithms.sampling_support import SamplingSupport
+from megatron_rl.config import ModelConfig, PrecisionConfig
+from megatron_rl.data.packing import Batch
+from megatron_rl.distributed.parallel import Interrupt
+from megatron_rl.models import fp8
+from megatron_rl.models.build import Model
+from megatron_rl.models.packed import LayerOutputs, PackedBatch
+from megatron_rl.models.value_head import value_head
+from megatron_rl.ops.device import LateChecks
+from megatron_rl.routing.passes import RoutePass, RouterLosses
+from megatron_rl.trainer.features import watched_layers
+from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
+from megatron_rl.trainer.objective import (
+    ComputeValues,
+    HeadOutputs,
+    HiddenStates,
+    LogProbs,
+    Objective,
+    Result,
+    Values,
+)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch with what belongs to it in a pass (fields of `ModelPass`)."""
+
+    index: int
+    batch: Batch
+    routes: RoutePass | None
+    features: LayerOutputs | None
+    routers: RouterLosses | None
+    teacher: TeacherHead | RecordedTeacher | None
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """A pass of the model over micro-batches: forward and, unless it only scores, backward."""
+
+    chunks: Items[torch.nn.Module]
+    batches: list[Batch]
+    routes: Items[RoutePass | None]
+    """Observers and replay of the routes, one a micro-batch."""
+    objective: Objective
+    support: SamplingSupport
+    features: Items[LayerOutputs] = ()
+    """Observers of the outputs of the layers, one a micro-batch; empty: none."""
+    routers: Items[RouterLosses | None] = ()
+    """Losses that balance the routers, one a micro-batch; empty: none."""
+    teachers: Items[TeacherHead | RecordedTeacher | None] = ()
+    """Teacher's side of a distillation, one a micro-batch; empty: none."""
+    forward_only: bool = True
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The micro-batches in order."""
+        nobody: list[None] = [None] * len(self.batches)
+        parts = (self.routes, self.features or nobody, self.routers or nobody, self.teachers or nobody)
+        return (MicroBatch(*of_one) for of_one in zip(range(len(self.batches)), self.batches, *parts, strict=True))
+
+    def that_scores(self, model: Model) -> ModelPass:
+        """The forward of the same micro-batches alone, which nothing watches."""
+        objective = ComputeValues() if model.value_head else LogProbs()
+        routes = [None] * len(self.batches)
+        return ModelPass(self.chunks, self.batches, routes, objective, self.support)
+
+
+class PassRunner:
+    """Runs passes of one model; what each micro-batch gives is in `results` as it comes."""
+
+    def __init__(self, model: Model, settings: ModelConfig, precision: PrecisionConfig, sequence_length: int) -> None:
+        """sequence_length: tokens of a micro-batch, by which Megatron sizes what pipeline stages exchange."""
+        self.model = model
+        self.settings = settings
+        self.precision = precision
+        self.sequence_length = sequence_length
+        self.interrupt: Interrupt | None = None
+        """Request that may give a step up."""
+        self.results: list[Result | None] = []
+        """Of the pass at hand, or the last one: one a micro-batch, None on pipeline stages without the head."""
+
+    def run(self, asked: ModelPass) -> list[Result | None]:
+        """The results of a pass. Delayed FP8 scales are calibrated by a forward before the first one."""
+        if self.model.recipe.fp8_recipe != "delayed":
+            return self._forward_backward(asked)
+        if not fp8.calibrated(asked.chunks):
+            with torch.no_grad():
+                self._forward_backward(asked.that_scores(self.model))
+            fp8.calibrate()
+        with fp8.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
+            return self._forward_backward(asked)
+
+    def _forward_backward(self, asked: ModelPass) -> list[Result | None]:
+        chunks = asked.chunks
+        for chunk in chunks:
+            chunk.train(not asked.forward_only)
+        self.results = [None] * len(asked.batches)
+        data: list[Iterator[MicroBatch]] = [asked.micro_batches() for _ in chunks]
+        late = LateChecks()
+        if self.interrupt is not None:
+            self.interrupt.look()
+        with watched_layers(chunks if asked.features else ()):
+            get_forward_backward_func()(
+                forward_step_func=partial(self.forward_step, asked=asked, late=late),
+                data_iterator=data if len(chunks) > 1 else data[0],
+                model=[*chunks] if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(asked.batches),
+                seq_length=self.sequence_length,
+                micro_batch_size=1,
+                forward_only=asked.forward_only,
+            )
+        late.look()
+        return self.results
+
+    def forward_step(
+        self, iterator: Iterator[MicroBatch], chunk: torch.nn.Module, *, asked: ModelPass, late: LateChecks
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]]:
+        """Megatron's `forward_step_func`: output of the chunk for the next micro-batch, and the loss of the last stage's."""
+        mine = next(iterator)
+        batch = mine.batch
+        if self.interrupt is not None and self.interrupt.deep:
+            self.interrupt.look()
+        head, request = self._head(asked, mine, late)
+        values = chunk(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=_packed(mine),
+            output_processor=head,
+            output_processor_context=request,
+        )
+
+        def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            result = asked.objective(batch, self._outputs(asked.objective, values))
+            tokens = batch.mask.sum()
+            counted = tokens if result.counted is None else result.counted
+            self.results[mine.index] = replace(result, loss=result.loss.detach(), counted=counted)
+            return result.loss, tokens.int(), {}
+
+        return values, loss
+
+    def _head(
+        self, asked: ModelPass, mine: MicroBatch, late: LateChecks
+    ) -> tuple[Callable[..., torch.Tensor], HeadRequest | torch.Tensor | None]:
+        batch, objective, support = mine.batch, asked.objective, asked.support
+        if self.model.value_head:
+            return value_head, None
+        if objective.reads_hidden:
+            return hidden_head, batch.label_rows
+
+        def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+            entropy = torch.zeros_like(log_probs) if entropy is None else entropy
+            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.zeros_like(entropy))).loss
+
+        return log_prob_head, HeadRequest(
+            labels=batch.labels,
+            rows=batch.label_rows,
+            temperature=support.temperature,
+            log_rho=support.log_rho,
+            kept=batch.kept,
+            with_entropy=objective.with_entropy,
+            vocab_size=self.model.hf_config.vocab_size,
+            chunk_tokens=self.settings.head_chunk_tokens,
+            token_loss=token_loss if objective.per_token else None,
+            late=late,
+            fp32_logits=self.precision.fp32_lm_head,
+            identical=self.precision.identical,
+            teacher=mine.teacher,
+            smooths=objective.label_smoothing > 0,
+        )
+
+    def _outputs(self, objective: Objective, values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
+        if objective.reads_hidden:
+            return HiddenStates(values)
+        return Values(*values) if self.model.value_head else HeadOutputs(*values)
+
+
+def _packed(mine: MicroBatch) -> PackedBatch:
+    """Borders of the sequences for attention, with what the layers show and replay."""
+    batch, borders = mine.batch, mine.batch.cu_seqlens
+    return PackedBatch(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        cu_seqlens_q_padded=borders,
+        cu_seqlens_kv_padded=borders,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+        places=batch.places,
+        routing=mine.routes,
+        features=mine.features,
+        router_losses=mine.routers,
+    )

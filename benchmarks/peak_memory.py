@@ -23,7 +23,9 @@ def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[],
         for ddp in trainer.ddp:
             ddp.train()
         with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
-            trainer._run(ModelPass(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False))
+            trainer._run(
+                ModelPass(trainer.model, trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
+            )
 
     return run
 

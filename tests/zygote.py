@@ -98,6 +98,12 @@ class Zygote:
                     started.wait(START_S)  # it listens then, by a process that is no child of this one
         return str(path)
 
+    @property
+    def pid(self) -> int | None:
+        """Id of its process; None while it has not started."""
+        path = self.folder() / f"{self.name}.pid"
+        return int(path.read_text()) if path.exists() else None
+
     def log(self) -> Path:
         """Its output, and that of its children where they have none of their own."""
         return self.folder() / f"{self.name}.log"
@@ -288,6 +294,7 @@ def main() -> int:
     os.rename(path + ".new", path)
     if os.fork():
         os._exit(0)  # whoever asks first has no processes of others below it
+    Path(path).with_suffix(".pid").write_text(str(os.getpid()))
     death = os.pidfd_open(int(owner))
     sys.path.pop(0)  # of this script
     gc.disable()  # imports make no garbage

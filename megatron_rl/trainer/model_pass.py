@@ -50,7 +50,9 @@ class MicroBatch:
 class ModelPass:
     """A pass of the model over micro-batches: forward and, unless it only scores, backward."""
 
+    model: Model
     chunks: Items[torch.nn.Module]
+    """Of the model, or of another one of its kind: as they are, or within Megatron's data parallelism."""
     batches: list[Batch]
     routes: Items[RoutePass | None]
     """Observers and replay of the routes, one a micro-batch."""
@@ -70,34 +72,33 @@ class ModelPass:
         parts = (self.routes, self.features or nobody, self.routers or nobody, self.teachers or nobody)
         return (MicroBatch(*of_one) for of_one in zip(range(len(self.batches)), self.batches, *parts, strict=True))
 
-    def that_scores(self, model: Model) -> ModelPass:
+    def that_scores(self) -> ModelPass:
         """The forward of the same micro-batches alone, which nothing watches."""
-        objective = ComputeValues() if model.value_head else LogProbs()
+        objective = ComputeValues() if self.model.value_head else LogProbs()
         routes = [None] * len(self.batches)
-        return ModelPass(self.chunks, self.batches, routes, objective, self.support)
+        return ModelPass(self.model, self.chunks, self.batches, routes, objective, self.support)
 
 
 class PassRunner:
-    """Runs passes of one model; what each micro-batch gives is in `results` as it comes."""
+    """Runs passes, one at a time; what each micro-batch gives is in `results` as it comes."""
 
-    def __init__(self, model: Model, settings: ModelConfig, precision: PrecisionConfig, sequence_length: int) -> None:
+    def __init__(self, settings: ModelConfig, precision: PrecisionConfig, sequence_length: int) -> None:
         """sequence_length: tokens of a micro-batch, by which Megatron sizes what pipeline stages exchange."""
-        self.model = model
         self.settings = settings
         self.precision = precision
         self.sequence_length = sequence_length
         self.interrupt: Interrupt | None = None
         """Request that may give a step up."""
         self.results: list[Result | None] = []
-        """Of the pass at hand, or the last one: one a micro-batch, None on pipeline stages without the head."""
+        """One a micro-batch of the pass at hand, or of the last one; None on pipeline stages without the head."""
 
     def run(self, asked: ModelPass) -> list[Result | None]:
         """The results of a pass. Delayed FP8 scales are calibrated by a forward before the first one."""
-        if self.model.recipe.fp8_recipe != "delayed":
+        if asked.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
         if not fp8.calibrated(asked.chunks):
             with torch.no_grad():
-                self._forward_backward(asked.that_scores(self.model))
+                self._forward_backward(asked.that_scores())
             fp8.calibrate()
         with fp8.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
             return self._forward_backward(asked)
@@ -143,7 +144,7 @@ class PassRunner:
         )
 
         def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            result = asked.objective(batch, self._outputs(asked.objective, values))
+            result = asked.objective(batch, _outputs(asked, values))
             tokens = batch.mask.sum()
             counted = tokens if result.counted is None else result.counted
             self.results[mine.index] = replace(result, loss=result.loss.detach(), counted=counted)
@@ -155,7 +156,7 @@ class PassRunner:
         self, asked: ModelPass, mine: MicroBatch, late: LateChecks
     ) -> tuple[Callable[..., torch.Tensor], HeadRequest | torch.Tensor | None]:
         batch, objective, support = mine.batch, asked.objective, asked.support
-        if self.model.value_head:
+        if asked.model.value_head:
             return value_head, None
         if objective.reads_hidden:
             return hidden_head, batch.label_rows
@@ -171,7 +172,7 @@ class PassRunner:
             log_rho=support.log_rho,
             kept=batch.kept,
             with_entropy=objective.with_entropy,
-            vocab_size=self.model.hf_config.vocab_size,
+            vocab_size=asked.model.hf_config.vocab_size,
             chunk_tokens=self.settings.head_chunk_tokens,
             token_loss=token_loss if objective.per_token else None,
             late=late,
@@ -181,10 +182,11 @@ class PassRunner:
             smooths=objective.label_smoothing > 0,
         )
 
-    def _outputs(self, objective: Objective, values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
-        if objective.reads_hidden:
-            return HiddenStates(values)
-        return Values(*values) if self.model.value_head else HeadOutputs(*values)
+
+def _outputs(asked: ModelPass, values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
+    if asked.objective.reads_hidden:
+        return HiddenStates(values)
+    return Values(*values) if asked.model.value_head else HeadOutputs(*values)
 
 
 def _packed(mine: MicroBatch) -> PackedBatch:

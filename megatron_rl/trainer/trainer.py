@@ -101,7 +101,7 @@ class Trainer:
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
         train are in its checkpoints."""
-        self.passes = PassRunner(model, config.model, config.precision, config.batch.tokens_per_micro_batch)
+        self.passes = PassRunner(config.model, config.precision, config.batch.tokens_per_micro_batch)
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -191,14 +191,14 @@ class Trainer:
         hooks = [] if chunks is not None else list(self.hooks if hooks is None else hooks)
         support = support or self.support
         with self._observed(hooks, batches, "log_probs", place) as passes:
-            results = self._run(ModelPass(chunks or self.chunks, batches, passes, LogProbs(), support))
+            results = self._run(ModelPass(self.model, chunks or self.chunks, batches, passes, LogProbs(), support))
         return [result and result.tokens["log_probs"] for result in results]
 
     @torch.no_grad()
     def compute_values(self, batches: list[Batch]) -> list[torch.Tensor | None]:
         """As compute_log_probs: values [T] of every position, by a model with a value head."""
         with self._observed([], batches, "log_probs", ALONE) as passes:
-            results = self._run(ModelPass(self.chunks, batches, passes, ComputeValues(), self.support))
+            results = self._run(ModelPass(self.model, self.chunks, batches, passes, ComputeValues(), self.support))
         return [result and result.tokens["values"] for result in results]
 
     @torch.no_grad()
@@ -206,7 +206,9 @@ class Trainer:
         """As compute_log_probs: add last hidden states and outputs of these layers to the micro-batches of a student."""
         kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches if layers]
         with self._observed([], batches, "log_probs", ALONE) as passes:
-            results = self._run(ModelPass(self.chunks, batches, passes, ComputeHidden(), self.support, features=kept))
+            results = self._run(
+                ModelPass(self.model, self.chunks, batches, passes, ComputeHidden(), self.support, features=kept)
+            )
         for batch, result in zip(batches, results, strict=True):
             batch.teacher_hidden = result and result.tokens["hidden"]
         for batch, of_batch in zip(batches, kept, strict=bool(layers)):
@@ -261,6 +263,7 @@ class Trainer:
         with self._observed(self.hooks, batches, "update", place) as passes:
             results = self._run(
                 ModelPass(
+                    self.model,
                     self.ddp,
                     batches,
                     passes,

@@ -38,6 +38,7 @@ from megatron_rl.models.precision import TRAIN, this_machine, trainer_recipes
 from megatron_rl.models.shape import engine_routes
 from megatron_rl.run.update_hooks import update_hooks
 from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.model_pass import ModelPass
 from megatron_rl.trainer.objective import LogProbs
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.routing.replays import random_routes
@@ -353,7 +354,9 @@ def test_scoring_leaves_the_scales(models, record_property):
     assert changed(before, remembered(trainer)) == 0
     with fp8.amaxes_kept(trainer.chunks), torch.no_grad():  # inside, what Transformer Engine does by itself
         nobody: list[None] = [None] * len(batches)
-        trainer._run_once(trainer.chunks, batches, nobody, LogProbs(), support=trainer.support, forward_only=True)
+        trainer.passes._forward_backward(
+            ModelPass(trainer.model, trainer.chunks, batches, nobody, LogProbs(), trainer.support)
+        )
         moved = changed(before, remembered(trainer))
     record_property("amaxes that a pass of Transformer Engine's moves", moved)
     assert moved > 0

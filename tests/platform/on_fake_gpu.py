@@ -238,7 +238,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     chunk.train()
     torch.autograd.grad = gradients_of
     routers = [trainer._router_losses(batch, 1.0) for batch in batches]
-    asked = ModelPass([chunk], batches, passes, objective, support, routers=routers, forward_only=False)
+    asked = ModelPass(trainer.model, [chunk], batches, passes, objective, support, routers=routers, forward_only=False)
     values, loss = trainer.passes.forward_step(asked.micro_batches(), chunk, asked=asked, late=late)
     total, tokens, _ = loss(values)
     seen = [part for metric in results[0].metrics.values() for part in metric.parts]

@@ -80,7 +80,7 @@ class Kept:
 def measure_passes(trainer: Trainer, sequences: int, names: Collection[str]) -> dict[str, int]:
     """Of one micro-batch: what its forward keeps before the head, and the most that is held at a time in an update's passes
     and in one for log-probs."""
-    from megatron_rl.trainer import trainer as module
+    from megatron_rl.trainer import model_pass as module
 
     batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size, sequences))
     assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == sequences * LENGTH

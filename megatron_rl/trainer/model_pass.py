@@ -52,7 +52,7 @@ class ModelPass:
 
     model: Model
     chunks: Items[torch.nn.Module]
-    """Of the model, or of another one of its kind: as they are, or within Megatron's data parallelism."""
+    """The model's, or those of its frozen reference: as they are, or within Megatron's data parallelism."""
     batches: list[Batch]
     routes: Items[RoutePass | None]
     """Observers and replay of the routes, one a micro-batch."""

@@ -72,7 +72,7 @@ def test_what_a_gpu_machine_gets_besides_is_in_no_other_list():
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def fresh_checkout(tmp_path):
     """A checkout with the real script and tiny lists."""
     root = tmp_path / "check out"  # a path with a space
     (root / "tools").mkdir(parents=True)
@@ -101,6 +101,17 @@ def checkout(tmp_path):
     return root
 
 
+@pytest.fixture
+def checkout(fresh_checkout):
+    """The same, with what this repository's own set-up has fetched and linked: uv and a Python."""
+    tools = REPOSITORY / ".tools"
+    (fresh_checkout / ".tools").mkdir()
+    for made in (tools / "uv", *tools.glob("whole-*")):
+        if made.exists():
+            (fresh_checkout / ".tools" / made.name).symlink_to(made)
+    return fresh_checkout
+
+
 def setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = ["bash", str(root / "tools" / "setup.sh"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | environment)
@@ -117,7 +128,8 @@ def installed_code(root: Path, environment: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root).stdout.strip()
 
 
-def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
+def test_setup_makes_both_environments_once_and_follows_the_lists(fresh_checkout):
+    checkout = fresh_checkout
     first = setup(checkout)
     assert first.returncode == 0, first.stderr
     assert has(checkout, ".venv", "iniconfig") and has(checkout, ".venv", "small_package")

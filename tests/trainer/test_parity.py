@@ -135,7 +135,15 @@ def of_experts(algorithm: str, layout: str, model: str) -> bool:
     return allowed(algorithm, layout, model) and (algorithm != "vp2o" or "ep" in layout)
 
 
-CASES = on_two_ranks(LEARNED, MODELS, allowed) + on_four_ranks(("vp2o", "grpo"), MODELS, of_experts)
+def by_turns(cases: list[Case], one: str, other: str) -> list[Case]:
+    """Let another algorithm have every second case of one: their gradients are divided by the same sum of weights."""
+    of_one = [case for case in cases if case.algorithm == one]
+    return [case._replace(algorithm=other) if case in of_one[1::2] else case for case in cases]
+
+
+TOGETHER = [algorithm for algorithm in LEARNED if algorithm != "normalized"]
+CASES = by_turns(on_two_ranks(TOGETHER, MODELS, allowed), "corrected", "normalized")
+CASES += on_four_ranks(("vp2o", "grpo"), MODELS, of_experts)
 REST = others(CASES, LEARNED, TWO_RANKS, MODELS, allowed) + others(
     CASES, ("grpo", "vp2o"), FOUR_RANKS, MODELS, of_experts
 )

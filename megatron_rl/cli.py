@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import __version__
-from megatron_rl.config.credentials import hide
+from megatron_rl.credentials import hide
 from megatron_rl.errors import UserError
 from megatron_rl.run.torchrun import needs_torchrun, torchrun
 from megatron_rl.servers.supervise import follow_parent

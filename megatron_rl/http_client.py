@@ -19,7 +19,7 @@ from typing import Any, override
 
 import aiohttp
 
-from megatron_rl.config.credentials import bearer
+from megatron_rl.credentials import bearer
 from megatron_rl.event_loop import EventLoop
 
 

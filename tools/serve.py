@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_rl.checks.model_folders import with_folders
-from megatron_rl.config.credentials import key_of, key_of_folder
 from megatron_rl.config.load import load_config
+from megatron_rl.credentials import key_of, key_of_folder
 from megatron_rl.errors import UserError
 from megatron_rl.servers.own_environment import check_plugin, find_python
 from megatron_rl.servers.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port

@@ -12,8 +12,8 @@ from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig, Sync
 from megatron_rl.config.plan import Kind, expert_tensor_size
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import EXPERTS, any_number, check_patterns, is_target
 from megatron_rl.models.bridges import make_bridge
+from megatron_rl.models.freeze import EXPERTS, any_number, check_patterns, is_target
 from megatron_rl.models.peft_folder import check_form, read_folder
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, parameter_names

@@ -40,7 +40,7 @@ from megatron_rl.config.plan import (
     reference_of,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import ADAPTER, is_frozen
+from megatron_rl.models.freeze import ADAPTER, is_frozen
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
 from megatron_rl.models.shape import (

@@ -37,13 +37,13 @@ from megatron_rl.config import (
     VP2OConfig,
 )
 from megatron_rl.config.conditions import LEARNING
-from megatron_rl.config.credentials import key_of
 from megatron_rl.config.plan import OFFLINE, Kind, critic_config
 from megatron_rl.config.registry import resolve
+from megatron_rl.credentials import key_of
 from megatron_rl.data.hub import check_folder
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import check_patterns
 from megatron_rl.models.families import architecture, expert_count
+from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.hf_folder import check_same_tokenizer
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine

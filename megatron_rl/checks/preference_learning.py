@@ -19,8 +19,8 @@ from megatron_rl.config import (
     RolloutConfig,
     ScorerConfig,
 )
-from megatron_rl.config.credentials import hide, key_of
 from megatron_rl.config.plan import Kind
+from megatron_rl.credentials import hide, key_of
 from megatron_rl.data.hub import check_folder
 from megatron_rl.distributed.processes import is_loopback
 from megatron_rl.errors import UserError

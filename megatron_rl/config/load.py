@@ -19,7 +19,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import Config
-from megatron_rl.config.credentials import hidden, hide, is_secret
+from megatron_rl.credentials import hidden, hide, is_secret
 from megatron_rl.errors import UserError
 
 

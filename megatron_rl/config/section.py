@@ -24,7 +24,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Secret = Annotated[str, Field(pattern=r"^(env|file):.+")]
-"""Where a secret is: env:NAME or file:PATH (config/credentials.py)."""
+"""Where a secret is: env:NAME or file:PATH (credentials.py)."""
 
 
 def _run_name(name: str) -> str:

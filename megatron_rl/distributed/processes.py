@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]: documented there
 from torch.distributed.distributed_c10d import Backend, ProcessGroup, ProcessGroupGloo
 
-from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.errors import UserError
 
 # -- network -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_rl.config import Config
-from megatron_rl.config.credentials import bearer, hidden, key_of
+from megatron_rl.credentials import bearer, hidden, key_of
 from megatron_rl.distributed.processes import is_loopback
 from megatron_rl.errors import UserError
 

@@ -25,8 +25,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
-from megatron_rl.models.adapters import HEAD
 from megatron_rl.models.families import FAMILIES, Family, architecture
+from megatron_rl.models.freeze import HEAD
 from megatron_rl.models.hf_folder import OpenFiles
 
 

@@ -28,21 +28,10 @@ from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import peft_folder
-from megatron_rl.models.adapters import (
-    ADAPTER,
-    EMBEDDING,
-    SINKS,
-    WRAPPED,
-    Adapter,
-    adapters,
-    add_adapters,
-    check_patterns,
-    is_frozen,
-    merged_tasks,
-    plain_name,
-)
+from megatron_rl.models.adapters import WRAPPED, Adapter, adapters, add_adapters, merged_tasks
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
 from megatron_rl.models.families import CLASSIFIER, architecture, expert_count, family_of, is_classifier
+from megatron_rl.models.freeze import ADAPTER, EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, whole_folder, write_weights
 from megatron_rl.models.identical_layers import set_batch_invariant
 from megatron_rl.models.parallel_check import one_line, read_hf_config

@@ -24,8 +24,9 @@ from torch import Tensor
 from megatron_rl.config import LoRAConfig
 from megatron_rl.data.hub import as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import Adapter, any_number, is_target
+from megatron_rl.models.adapters import Adapter
 from megatron_rl.models.bridges import make_bridge
+from megatron_rl.models.freeze import any_number, is_target
 from megatron_rl.models.hf_folder import copy_metadata, read_weights, whole_folder, write_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape, parameter_names

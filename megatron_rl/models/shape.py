@@ -18,7 +18,6 @@ from megatron_rl.config import LoRAConfig, ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
 from megatron_rl.models.families import (
     architecture,
     expert_count,
@@ -27,6 +26,7 @@ from megatron_rl.models.families import (
     is_classifier,
     moe_layers,
 )
+from megatron_rl.models.freeze import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
 

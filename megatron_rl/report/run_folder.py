@@ -16,8 +16,8 @@ import yaml
 from rich.table import Column, Table
 from rich.text import Text
 
-from megatron_rl.config.credentials import hidden
 from megatron_rl.config.load import parse_yaml, yaml_problem
+from megatron_rl.credentials import hidden
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, read_json_lines
 from megatron_rl.metrics.mismatch import BELOW

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.config import job_name
-from megatron_rl.config.credentials import hide
+from megatron_rl.credentials import hide
 from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.report.run_folder import RunLog, number, read_run
 from megatron_rl.run.run_lock import NAME as LOCK

@@ -20,7 +20,7 @@ from typing import NoReturn
 import aiohttp
 
 from megatron_rl.config import JudgeConfig
-from megatron_rl.config.credentials import HIDDEN, WRONG_KEY, hide, key_of
+from megatron_rl.credentials import HIDDEN, WRONG_KEY, hide, key_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask, session

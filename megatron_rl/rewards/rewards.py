@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algorithms.advantages import mean_and_variance, moments
 from megatron_rl.config import RewardsConfig, ScorerConfig
-from megatron_rl.config.credentials import key_of
+from megatron_rl.credentials import key_of
 from megatron_rl.data.packing import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.data.trajectory import OVERLONG, Trajectory

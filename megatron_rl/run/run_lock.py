@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.config.credentials import command_line
+from megatron_rl.credentials import command_line
 from megatron_rl.errors import UserError
 
 NAME = "writer.lock"

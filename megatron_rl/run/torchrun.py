@@ -11,7 +11,7 @@ from types import FrameType
 
 import psutil
 
-from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.servers.orphans import own_folder
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.config.credentials import WRONG_KEY
+from megatron_rl.credentials import WRONG_KEY
 from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask, session

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.sampling_support import SamplingSupport
 from megatron_rl.config import Config
-from megatron_rl.config.credentials import WRONG_KEY, hide
+from megatron_rl.credentials import WRONG_KEY, hide
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.models.families import architecture, expert_count

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
-from megatron_rl.config.credentials import MOST_BYTES, WRONG_KEY, key_of, key_of_folder
+from megatron_rl.credentials import MOST_BYTES, WRONG_KEY, key_of, key_of_folder
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask_now
 from megatron_rl.servers.client import with_scheme

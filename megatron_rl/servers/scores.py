@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_rl.config.credentials import WRONG_KEY, hide
+from megatron_rl.credentials import WRONG_KEY, hide
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask, session

@@ -24,7 +24,7 @@ from megatron_rl_plugin.trace import FLAG as TRACE
 
 from megatron_rl.algorithms.sampling_support import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.config import Config, LoRAConfig, RolloutConfig, RoutingConfig, ServerConfig, SyncConfig
-from megatron_rl.config.credentials import bearer
+from megatron_rl.credentials import bearer
 from megatron_rl.distributed.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.errors import UserError
 from megatron_rl.http_client import NoAnswer, ask_now

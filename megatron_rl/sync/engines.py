@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import aiohttp
 
-from megatron_rl.config.credentials import WRONG_KEY
+from megatron_rl.credentials import WRONG_KEY
 from megatron_rl.event_loop import EventLoop
 from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.sync.transport import WeightSyncError

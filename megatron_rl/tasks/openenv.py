@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from megatron_rl.config import DataConfig
-from megatron_rl.config.credentials import hide, read
+from megatron_rl.credentials import hide, read
 from megatron_rl.errors import UserError
 from megatron_rl.tasks.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.tools.tool import ToolError, ToolLost

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
-from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.errors import UserError
 from megatron_rl.tasks.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.tools.tool import ToolLost

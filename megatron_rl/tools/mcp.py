@@ -23,7 +23,7 @@ from mcp.client.stdio import get_default_environment, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from pydantic import ValidationError
 
-from megatron_rl.config import credentials
+from megatron_rl import credentials
 from megatron_rl.config.registry import nearest
 from megatron_rl.errors import UserError
 from megatron_rl.tools.tool import Tool, ToolError, ToolLost, is_valid

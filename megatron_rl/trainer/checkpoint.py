@@ -31,9 +31,9 @@ from megatron_rl.config.plan import expert_tensor_size
 from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.errors import UserError
 from megatron_rl.models import distributed_checkpoint, fp8
-from megatron_rl.models.adapters import ADAPTER, HEAD
 from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.distributed_checkpoint import Write, read
+from megatron_rl.models.freeze import ADAPTER, HEAD
 from megatron_rl.models.hf_folder import weights_digest
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import allocate_states, gather_parameters, separate_steps

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.algorithms import advantages
 from megatron_rl.config import OF_TOKENS, AlgorithmConfig, Config, DistillationConfig
-from megatron_rl.config.credentials import key_of
 from megatron_rl.config.registry import resolve
+from megatron_rl.credentials import key_of
 from megatron_rl.data.packing import Batch, Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from megatron_rl.config.credentials import HIDDEN, command_line, hidden, hide, key_of, key_of_folder, read
 from megatron_rl.config.load import build_config, load_config, parse_overrides, parse_yaml, to_yaml
+from megatron_rl.credentials import HIDDEN, command_line, hidden, hide, key_of, key_of_folder, read
 from megatron_rl.errors import UserError
 from megatron_rl.report.page import write_report
 from megatron_rl.report.status import status_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megatron_rl.config.credentials import bearer
+from megatron_rl.credentials import bearer
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.servers.orphans import PREFIX
 from megatron_rl.servers.own_environment import find_python

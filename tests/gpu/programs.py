@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.config.credentials import bearer
+from megatron_rl.credentials import bearer
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.packing import Layout
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import check_patterns, plain_name
 from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.build import _set_kernels, load
 from megatron_rl.models.convert import _parallel_state
+from megatron_rl.models.freeze import check_patterns, plain_name
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, parameter_names, whole_model

@@ -14,7 +14,7 @@ from socket import create_server
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.errors import UserError
 from megatron_rl.event_loop import EventLoop
 from megatron_rl.tasks import build_task

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.config.credentials import RUN_KEY
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.distributed import parallel
 from megatron_rl.distributed.processes import dumps, listening_store, loads
 from megatron_rl.errors import UserError

@@ -235,6 +235,16 @@ def test_wrong_configs_are_told_in_one_line_and_without_torch(tmp_path):
     assert not wrong
 
 
+def test_the_overview_needs_no_config_and_a_plan_no_megatron():
+    """Whose imports would be most of the seconds until their first answer."""
+    code = (
+        "import sys, megatron_rl.cli; print(*{'pydantic', 'megatron_rl.config'} & {*sys.modules})\n"
+        "import megatron_rl.checks.fit; print(*{'megatron.core', 'megatron.bridge'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "\n\n", done.stdout + done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     "name", ["", " ", ".", "..", "/", "a/", "/a", "a//b", "a/../b", "a ", " a", "a/ b", "a\tb", "-a", "a\n"]
 )

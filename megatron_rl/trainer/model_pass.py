@@ -90,7 +90,7 @@ class PassRunner:
         self.interrupt: Interrupt | None = None
         """Request that may give a step up."""
         self.results: list[Result | None] = []
-        """One a micro-batch of the pass at hand, or of the last one; None on pipeline stages without the head."""
+        """One a micro-batch of the pass at hand, None on pipeline stages without the head; empty between passes."""
 
     def run(self, asked: ModelPass) -> list[Result | None]:
         """The results of a pass. Delayed FP8 scales are calibrated by a forward before the first one."""
@@ -107,7 +107,8 @@ class PassRunner:
         chunks = asked.chunks
         for chunk in chunks:
             chunk.train(not asked.forward_only)
-        self.results = [None] * len(asked.batches)
+        results: list[Result | None] = [None] * len(asked.batches)
+        self.results = results
         data: list[Iterator[MicroBatch]] = [asked.micro_batches() for _ in chunks]
         late = LateChecks()
         if self.interrupt is not None:
@@ -123,7 +124,8 @@ class PassRunner:
                 forward_only=asked.forward_only,
             )
         late.look()
-        return self.results
+        self.results = []  # their tensors are not held beyond the step that has asked
+        return results
 
     def forward_step(
         self, iterator: Iterator[MicroBatch], chunk: torch.nn.Module, *, asked: ModelPass, late: LateChecks

@@ -110,7 +110,8 @@ def test_a_zygote_has_the_environment_of_the_run_whoever_asks_first(monkeypatch)
     monkeypatch.setenv("OF_A_TEST", "1")
     zygote = Zygote("environment", (), environment={"OF_ITS_OWN": "1"})
     process = Process(zygote, "time:sleep", (600,))
-    started = Path(f"/proc/{parent_of(process.pid)}/environ").read_bytes().split(b"\0")
+    assert zygote.pid == parent_of(process.pid)
+    started = Path(f"/proc/{zygote.pid}/environ").read_bytes().split(b"\0")
     assert b"OF_ITS_OWN=1" in started and b"OF_A_TEST=1" not in started
     process.kill()
 

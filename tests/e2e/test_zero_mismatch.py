@@ -65,9 +65,13 @@ def test_pruning_keeps_it(model, tmp_path):
 
 
 def test_what_is_sampled_ahead_differs_by_the_updates_alone(model, tmp_path):
+    """On a busy machine the servers may get to a batch that was asked for early when its step's own weights are there."""
     corrected = {"mode": "truncate", "high": 2.0}
-    first, *later = train(tmp_path, model, rollout={"max_staleness": 1}, correction=corrected)
-    assert first["mismatch/kl"] == 0.0 and first["mismatch/ratio_max"] == 1.0
-    for step in later:
-        assert step["rollout/staleness"] > 0
-        assert step["mismatch/kl"] > 0 and step["mismatch/ratio_max"] > 1.0
+    steps = train(tmp_path, model, rollout={"max_staleness": 2}, correction=corrected)
+    ahead = [step for step in steps if step["rollout/staleness"] > 0]
+    assert ahead and steps[0] not in ahead
+    for step in steps:
+        if step in ahead:
+            assert step["mismatch/kl"] > 0 and step["mismatch/ratio_max"] > 1.0
+        else:
+            assert step["mismatch/kl"] == 0.0 and step["mismatch/ratio_max"] == 1.0

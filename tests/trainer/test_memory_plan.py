@@ -55,9 +55,9 @@ def ways_of(family: str) -> list[str]:
 
 
 ALL = [(family, way) for family in FAMILIES for way in (*ON_ONE, *ways_of(family))]
-CASES = [(family, way) for family, way in ALL if family == "qwen3_moe"]
-for number, family in enumerate(sorted({*FAMILIES} - {"qwen3_moe"})):  # each way with another family, by turns
-    for ways in ([*ON_ONE], ways_of(family)):
+CASES = [("qwen3_moe", way) for way in ("tp2_ep2", *QWEN3_MOE_ON_TWO)]
+for number, family in enumerate(sorted(FAMILIES)):  # each way with another family, by turns
+    for ways in ([*ON_ONE], [way for way in ways_of(family) if way in ON_TWO]):
         CASES.append((family, ways[number % len(ways)]))
 REST = [case for case in ALL if case not in CASES]
 

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from tests.preloaded import PYTHON_WITH_TRAINER
-from tests.zygote import FOLDER, make_folder
+from tests.zygote import FOLDER, SELDOM, make_folder
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts on time
 hypothesis.settings.load_profile("tests")
@@ -202,6 +202,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*SELDOM)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -36,6 +36,8 @@ FOLDER = "MEGATRON_RL_TESTS_ZYGOTES"
 _ENVIRONMENT = "environment"
 START_S = 280.0
 PR_SET_PDEATHSIG = 1
+SELDOM = (10_000, 10, 10)
+"""Thresholds of the collection of garbage, which by Python's own take a twentieth of the tests' time."""
 ENDS, OUTLIVES = b"ends", b"outlives"
 """Whether the process ends with the one that asked for it."""
 
@@ -306,6 +308,7 @@ def main() -> int:
     gc.enable()
     gc.collect()
     gc.freeze()  # no process looks at a million objects again, and copies their pages
+    gc.set_threshold(*SELDOM)
     threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if others := {*threads[1:]} - {"jemalloc_bg_thd"}:  # pyarrow's, which jemalloc starts again in a fork
         raise RuntimeError(f"threads after the imports, which a fork would not have: {', '.join(others)}")

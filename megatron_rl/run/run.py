@@ -50,6 +50,8 @@ from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
+_MANY_OBJECTS = 300_000
+"""Old objects from which on they are kept from the collection of garbage. The modules alone have half a million."""
 
 
 class Stateful(Protocol):
@@ -231,9 +233,11 @@ class Run:
             self._loaded = state["extra"]
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
-        if not gc.get_freeze_count():  # who starts processes by forks may have done so
+        # Most are of modules, and each collection of garbage would look at them, on every rank. Who starts processes by forks
+        # may have frozen them.
+        if len(gc.get_objects(generation=2)) > _MANY_OBJECTS:
             gc.collect()
-            gc.freeze()  # of a million objects, most of modules, which each collection of garbage would look at, on every rank
+            gc.freeze()
             self._frozen = True
         return self.trainer
 

@@ -270,6 +270,7 @@ def in_a_fork(case: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    gc.disable()  # imports make no garbage
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang's own prints
     os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"  # its library asks the driver when it is loaded
@@ -285,6 +286,7 @@ def main() -> None:
     without_a_device()
     load_plugins()
     bodies = bodies_of_operators()
+    gc.enable()
     gc.freeze()  # SGLang collects garbage, which would touch all that the forks share
     for name, case in json.load(sys.stdin).items():
         print(json.dumps([name, in_a_fork(case, bodies)]), file=answers, flush=True)

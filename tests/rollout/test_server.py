@@ -176,6 +176,7 @@ def test_nothing_of_a_server_is_left(ending, tmp_path, tmp_path_factory):
         os.utime(shared, (0, 0))
         with supervised(["sleep", "600"], environment) as next_one:
             assert wait_for(lambda: not folder.exists() and not shared.exists(), 20)
+            assert wait_for(lambda: [*tmp_path.iterdir()], 20), "the next one makes its own folder after that"
             [other] = tmp_path.iterdir()
             with supervised(["true"], environment) as third:
                 assert third.wait(20) == 0

@@ -28,20 +28,23 @@ EPS = 1e-3
 OF_ONE = {"reference": {}, "large micro-batches": {"batch": {"tokens_per_micro_batch": 4096}}, "deep reference": {}}
 REFERENCES = {2: "reference", 4: "deep reference"}
 """By layers of the models."""
-RUNS: dict[int, list[tuple[str, str]]] = {
-    1: [(case, "reference") for case in CASES] + [("gae", name) for name in OF_ONE if name != "reference"],
-    2: [("gae", layouts[0]) for layouts in SPLITS.values()]
-    + [("reinforce_plus_plus_baseline", "tp2_sp"), ("reinforce_plus_plus_baseline", "cp2")]
-    + [("grpo", "pp2"), ("grpo", "dp2_distributed_optimizer"), ("together", "ep2")],
-    4: [("gae", "tp2_cp2"), ("gae", "pp2_ep2")],
+SHORT, LONG = "short", "long"
+RUNS: dict[tuple[int, str], list[tuple[str, str]]] = {
+    (1, SHORT): [(case, "reference") for case in CASES] + [("gae", name) for name in OF_ONE if name != "reference"],
+    (2, SHORT): [("gae", layouts[0]) for layouts in SPLITS.values()]
+    + [("reinforce_plus_plus_baseline", "cp2"), ("grpo", "pp2"), ("together", "ep2")],
+    (2, LONG): [("reinforce_plus_plus_baseline", "tp2_sp"), ("grpo", "dp2_distributed_optimizer")],
+    (4, LONG): [("gae", "tp2_cp2"), ("gae", "pp2_ep2")],
 }
+"""By number of processes and suite."""
 WITH_OTHERS = ("reference", "cp2", "dp2_distributed_optimizer")
 """Layouts with all advantages that there are beside that of the case."""
 
 
 def marked(runs: Iterable[tuple[str, str]]) -> list:
-    """Runs as parameters of a test; those on four ranks are long."""
-    return [pytest.param(run, id=" ".join(run), marks=[pytest.mark.long] * (run in RUNS[4])) for run in runs]
+    """Runs as parameters of a test."""
+    long = {run for (_, suite), of_suite in RUNS.items() for run in of_suite if suite == LONG}
+    return [pytest.param(run, id=" ".join(run), marks=[pytest.mark.long] * (run in long)) for run in runs]
 
 
 ALL = marked(run for runs in RUNS.values() for run in runs)
@@ -67,9 +70,11 @@ def layers_under(layout: str) -> int:
     return 4 if layout == "deep reference" else layers_of(layout)
 
 
-def on_ranks(models: dict[int, list[str]], seed: int, world_size: int) -> list[list[dict]]:
+def on_ranks(models: dict[int, list[str]], seed: int, group: tuple[int, str]) -> list[list[dict]]:
+    """group: a key of RUNS."""
+    world_size, _ = group
     layouts = []
-    for case, name in RUNS[world_size]:
+    for case, name in RUNS[group]:
         layout = OF_ONE[name] if world_size == 1 else {"parallel": parallel_of(name)}
         layouts.append((models[layers_under(name)], case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS))
     arguments = (layouts, seed)
@@ -79,7 +84,7 @@ def on_ranks(models: dict[int, list[str]], seed: int, world_size: int) -> list[l
 @pytest.fixture(scope="module")
 def drawn(models):
     """Seed of the trajectories, and what one process makes of them."""
-    return without_ties(lambda seed: (seed, on_ranks(models, seed, 1)))
+    return without_ties(lambda seed: (seed, on_ranks(models, seed, (1, SHORT))))
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +93,20 @@ def seed(drawn):
 
 
 class Found(dict):
-    """(case, layout) -> what its first rank found; runs of one number of processes together, when one of them is asked for."""
+    """(case, layout) -> what its first rank found; a group of RUNS together, when one of them is asked for."""
 
     def __init__(self, models: dict[int, list[str]], seed: int, alone: list[list[dict]]) -> None:
         super().__init__()
         self._models, self._seed = models, seed
-        self._keep(1, alone)
+        self._keep((1, SHORT), alone)
 
     def __missing__(self, run: tuple[str, str]) -> dict:
-        world_size = next(size for size, runs in RUNS.items() if run in runs)
-        self._keep(world_size, on_ranks(self._models, self._seed, world_size))
+        group = next(group for group, runs in RUNS.items() if run in runs)
+        self._keep(group, on_ranks(self._models, self._seed, group))
         return self[run]
 
-    def _keep(self, world_size: int, ranks: list[list[dict]]) -> None:
-        runs = RUNS[world_size]
+    def _keep(self, group: tuple[int, str], ranks: list[list[dict]]) -> None:
+        runs = RUNS[group]
         self |= zip(runs, ranks[0], strict=True)
         for rank in ranks:
             for (case, name), result in zip(runs, rank, strict=True):

@@ -17,15 +17,20 @@ pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 EPS = 1e-3
 """As in test_parity.py: steps of Adam differ by what gradients do."""
 KINDS = {"reward": [*REWARD], "policy": [*DPO]}
-LAYOUTS = [(layouts[0], kind) for layouts in SPLITS.values() for kind in KINDS]
+SHORT = [(SPLITS[split][0], "reward") for split in ("TP", "PP", "CP")]
+SHORT += [(SPLITS[split][0], "policy") for split in ("TP", "VPP", "EP", "DP")]
+REST = [(layouts[0], kind) for layouts in SPLITS.values() for kind in KINDS if (layouts[0], kind) not in SHORT]
 FOUR = [("tp2_cp2", "reward"), ("pp2_ep2", "policy")]
+ON_RANKS = [(2, SHORT), (2, REST), (4, FOUR)]
+"""Numbers of processes, and what runs on them. The short suite has the first row alone: a score is pooled, a vocabulary is
+split, a stage is chosen, pairs are shared."""
 LARGE = [("large_micro_batches", kind) for kind in KINDS]
-COMPARED = [*LAYOUTS, *FOUR, *LARGE]
+COMPARED = [*SHORT, *REST, *FOUR, *LARGE]
 
 
 class Found(dict):
-    """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference". Runs of one
-    number of processes together, when one of them is asked for."""
+    """(layout, kind, layers of its model) -> what its first rank found; of one process by the layout "reference". Those of a
+    row of ON_RANKS run together, when one of them is asked for."""
 
     def __init__(self, models: dict[int, list[str]]) -> None:
         super().__init__()
@@ -37,7 +42,7 @@ class Found(dict):
         self |= results
 
     def __missing__(self, run: tuple[str, str, int]) -> dict:
-        world_size, runs = next((size, runs) for size, runs in ((2, LAYOUTS), (4, FOUR)) if run[:2] in runs)
+        world_size, runs = next((size, runs) for size, runs in ON_RANKS if run[:2] in runs)
         self |= self._run(self._seed, world_size, [*map(of_model, runs)])
         return self[run]
 
@@ -69,9 +74,13 @@ def found(tiny_model, tmp_path_factory):
 
 
 def marked(runs: list[tuple[str, str]]) -> list:
-    """Layouts, and a kind or a loss, as parameters of a test; those on four ranks are long."""
-    on_four = {layout for layout, _ in FOUR}
-    return [pytest.param(*run, id="-".join(run), marks=[pytest.mark.long] * (run[0] in on_four)) for run in runs]
+    """Layouts, and a kind or a loss, as parameters of a test."""
+    kinds = {loss: kind for kind, losses in KINDS.items() for loss in (kind, *losses)}
+    long = {*REST, *FOUR}
+    return [
+        pytest.param(*run, id="-".join(run), marks=[pytest.mark.long] * ((run[0], kinds[run[1]]) in long))
+        for run in runs
+    ]
 
 
 @pytest.mark.parametrize(

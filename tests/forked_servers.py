@@ -28,7 +28,6 @@ PRELOADED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
-    "sglang_server:load_plugins",
     "sglang_server:keep_title",
 )
 READ_BY_IMPORTS = ("SGLANG_", "HF_", "TRANSFORMERS_", "TORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "LD_")

@@ -43,16 +43,6 @@ def keep_title() -> None:
     setproctitle.setproctitle("zygote of sglang")
 
 
-def load_plugins() -> None:
-    """Do once what each server's first process does: SGLang looks at every name of every module for each of our hooks."""
-    from sglang.srt import plugins
-    from sglang_on_cpu import replacements
-
-    replacements.install()
-    replacements.install = lambda: None
-    plugins.load_plugins()
-
-
 def supervised(
     pipes: list[int], command: list[str], environment: Mapping[str, str], grace: float, alone: bool = False
 ) -> None:

@@ -17,6 +17,7 @@ check() {
     mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
     "$bin/shellcheck" --external-sources "${scripts[@]}" || status=1
     "$bin/ruff" check --quiet . || status=1
+    "$bin/codespell" || status=1
     "$bin/pyright" --project . || status=1
     imports=$("$bin/lint-imports" --no-cache --no-logo) || { echo "$imports"; status=1; }
     return "$status"

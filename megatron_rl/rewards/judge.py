@@ -27,14 +27,14 @@ from megatron_rl.http_client import NoAnswer, ask, session
 from megatron_rl.tasks import Prompt
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
-# -- judgements ----------------------------------------------------------------------------------------------------------
+# -- judgments ----------------------------------------------------------------------------------------------------------
 # Scores that a judge has given, so that it is not asked the same twice, also by a run that goes on.
 
 
 log = logging.getLogger(__name__)
 
 
-class Judgements:
+class Judgments:
     """At most `limit` scores by the digests of what was asked; those that were used the longest ago make room.
 
     In a folder they are lines of a file for each data-parallel rank, of which all are read at the start. What cannot be read is
@@ -205,7 +205,7 @@ class Judge:
 
     name: str
     config: JudgeConfig
-    known: Judgements
+    known: Judgments
     asked: int = field(default=0, init=False)
     """Different responses of the last call that the server was asked about."""
 

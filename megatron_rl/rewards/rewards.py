@@ -25,7 +25,7 @@ from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.distributed.parallel import Ranks
 from megatron_rl.metrics.reduce import Metrics, mean
 from megatron_rl.models.hf_folder import read_tokenizer
-from megatron_rl.rewards.judge import Judge, Judgements
+from megatron_rl.rewards.judge import Judge, Judgments
 from megatron_rl.rewards.shaping import overlong
 from megatron_rl.rewards.verify import give_rewards
 from megatron_rl.servers.scores import ask_all
@@ -79,7 +79,7 @@ class Rewards:
         """Reward models of the trainer's processes; `build` loads them."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
         self._judges = {
-            name: Judge(name, judge, Judgements(judge.cache, folder, name, ranks.data_rank if folder else 0))
+            name: Judge(name, judge, Judgments(judge.cache, folder, name, ranks.data_rank if folder else 0))
             for name, judge in config.judges.items()
             if ranks.is_leader
         }

@@ -179,7 +179,7 @@ class Run:
                 process=config.process_rewards,
                 bootstraps=config.bootstraps_truncated,
             ),
-            folder=self.folder / "judgements" if kind == "train" else None,
+            folder=self.folder / "judgments" if kind == "train" else None,
         )
         if kind in ("train", "sample"):
             self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])

@@ -110,7 +110,7 @@ class Probe(RouteObserver):
 
 
 class TrustRegion(UpdateHook):
-    """Anchors of all layers of this process, and the judgement of steps."""
+    """Anchors of all layers of this process, and the judgment of steps."""
 
     def __init__(self, config: VP2OConfig, stein: Stein, source: RouteSource = "none") -> None:
         """stein: attached before. source: of the routes that updates replay."""

@@ -1,7 +1,7 @@
 """Route prediction in a served model: router logits z of a token with router input h become z + W_p h.
 
 Whatever follows (top-k, weights, the record of the chosen experts) is the model's own. W_p is a parameter of the router
-module, so it is loaded, hashed and updated like every other weight: `...mlp.gate.weight` has a neighbour
+module, so it is loaded, hashed and updated like every other weight: `...mlp.gate.weight` has a neighbor
 `...mlp.gate.predictor.weight` [experts, hidden] fp32. Hugging Face folders have none: it is zero until one is pushed.
 """
 

@@ -208,15 +208,15 @@ def fills(tmp_path: Path, metric: str, values: dict[int, float]) -> dict[int, st
 
 
 def test_light_is_near_to_the_current_router(tmp_path):
-    def grey(color: str) -> float:
+    def gray(color: str) -> float:
         red, green, blue = map(int, re.findall(r"\d+", color))
         return 0.3 * red + 0.59 * green + 0.11 * blue
 
     agreement = fills(tmp_path / "a", "agreement", {0: 0.9, 1: 0.925, 2: 0.95, 3: 0.975, 4: 1.0})
     kl = fills(tmp_path / "b", "kl", {0: 0.1, 1: 1e-2, 2: 1e-3, 3: 0.0})
     for found in (agreement, kl):
-        greys = [grey(color) for color in found.values()]
-        assert greys == sorted(greys) and greys[-1] - greys[0] > 150
+        grays = [gray(color) for color in found.values()]
+        assert grays == sorted(grays) and grays[-1] - grays[0] > 150
     assert kl[2] == kl[3] == agreement[4]  # a KL of zero is at the light end
     assert len(set(fills(tmp_path / "c", "kl", {0: 0.0, 1: 0.0}).values())) == 1
 

@@ -21,7 +21,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rewards import judge as judges
-from megatron_rl.rewards.judge import Judge, Judgements, question, verdict
+from megatron_rl.rewards.judge import Judge, Judgments, question, verdict
 from megatron_rl.rewards.rewards import Rewards
 from megatron_rl.tasks import Prompt
 from tests.judge_server import Scripted, completion, fenced, honest, nonce_of
@@ -41,7 +41,7 @@ def impatient(monkeypatch):
 
 def make_judge(server: Scripted, folder: Path | None = None, **keys: Any) -> Judge:
     config = replace(JudgeConfig(address=server.url, model="m", timeout_s=30.0, max_failures=1.0), **keys)
-    return Judge("wise", config, Judgements(config.cache, folder, "wise", 0))
+    return Judge("wise", config, Judgments(config.cache, folder, "wise", 0))
 
 
 def responses(*texts: str, parts: Sequence[str] = ()) -> list[Trajectory]:
@@ -368,7 +368,7 @@ def test_the_same_is_asked_once(server, tmp_path):
 
 
 def test_a_cache_has_its_bound_in_memory_and_on_disk(tmp_path):
-    known = Judgements(3, tmp_path, "wise", 1)
+    known = Judgments(3, tmp_path, "wise", 1)
     for number in range(20):
         known.add({str(number): number / 20})
         assert known.get("0") == (0.0 if number < 20 else None)  # one that is used stays
@@ -377,10 +377,10 @@ def test_a_cache_has_its_bound_in_memory_and_on_disk(tmp_path):
     assert 3 <= len(file.read_text().splitlines()) <= 6
     file.write_text(file.read_text() + 'nonsense\n["a", 2.0]\n[1]\n["b", "c"]\n["x", 0.5]\n["y", 0.')
     (tmp_path / "wise.rank0.jsonl").write_bytes(b'["z", 0.25]\n\xff\xfe\n')
-    found = Judgements(100, tmp_path, "wise", 0)
+    found = Judgments(100, tmp_path, "wise", 0)
     assert (found.get("x"), found.get("z"), found.get("19")) == (0.5, 0.25, 0.95)
     assert found.get("a") is found.get("y") is found.get("b") is None
-    assert Judgements(0, tmp_path, "wise", 0).get("x") is None
+    assert Judgments(0, tmp_path, "wise", 0).get("x") is None
 
 
 def test_as_many_requests_as_allowed_are_under_way(server):

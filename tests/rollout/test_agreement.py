@@ -18,7 +18,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
-from megatron_rl.rewards.judge import Judge, Judgements
+from megatron_rl.rewards.judge import Judge, Judgments
 from megatron_rl.servers.server import RolloutServer
 from megatron_rl.tasks import Prompt
 from tests.ranks import nearly_ties, run_ranks
@@ -99,7 +99,7 @@ def test_a_served_model_is_a_judge(with_tokenizer, monkeypatch, caplog):
     def judge(**keys: Any) -> Judge:
         address = f"{with_tokenizer.address}/v1"
         config = JudgeConfig(address=address, model="tiny", retries=0, max_failures=1.0, max_tokens=40)
-        return Judge("wise", replace(config, **keys), Judgements(9, None, "wise", 0))
+        return Judge("wise", replace(config, **keys), Judgments(9, None, "wise", 0))
 
     key = key_reference(with_tokenizer)
     judge(api_key=key).check(prompts)

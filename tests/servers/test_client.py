@@ -87,7 +87,7 @@ def test_routes_of_the_plugin_are_smaller_and_the_same(experts, wire, dtype):
     sent = compact(torch.from_numpy(table.astype(np.int32)))
     assert sent.dtype == wire
     decoded = layout.decode(base64.b64encode(sent.numpy().tobytes()).decode(), 11)
-    assert decoded.dtype == dtype and (decoded == table[:, 1:]).all() and decoded.flags.writable
+    assert decoded.dtype == dtype and (decoded == table[:, 1:]).all() and decoded.flags.writeable
 
 
 def test_the_plugin_hides_nothing():

@@ -30,11 +30,13 @@ class Panel:
     """Steps of a running mean."""
 
 
-def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: str) -> None:
+def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: str, columns: int = 2) -> None:
     """A panel for each metric with a line for each group: the mean of its runs, in a band from the smallest to the largest."""
     logs = _logs(groups)
     specs = [_curves(logs, panel) for panel in panels]
-    _write(specs, path, title)
+    if columns == 1:
+        specs = [spec | {"width": 640, "height": 150} for spec in specs]
+    _write(specs, path, title, columns)
 
 
 def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list[Path]:
@@ -69,10 +71,10 @@ def write_probability(groups: Mapping[str, Mapping[float, Mapping[str, float]]],
     _write([chart | {"title": label, "width": 380, "height": 240} for label, chart in charts.items()], path, title)
 
 
-def _write(specs: Sequence[vega.Spec], path: Path, title: str) -> None:
-    """An SVG file of charts in two columns, light, on a ground of its own."""
+def _write(specs: Sequence[vega.Spec], path: Path, title: str, columns: int = 2) -> None:
+    """Write charts as one SVG file with a light background."""
     schema = "https://vega.github.io/schema/vega-lite/v6.json"
-    whole = {"$schema": schema, "description": title, "concat": specs, "columns": 2}
+    whole = {"$schema": schema, "description": title, "concat": specs, "columns": columns}
     text = json.dumps(whole | {"config": vega.CONFIG | {"background": vega.LIGHT["card"]}})
     text = re.sub(r"var\(--([\w-]+)\)", lambda name: vega.LIGHT[name[1]], text)
     path.write_text(vl_convert.vegalite_to_svg(text), encoding="utf-8")

@@ -65,6 +65,7 @@ LONG = (
     "e2e/test_certify.py::test_families_on_one_process_and_on_two_tensor_parallel_ranks",
     "e2e/test_certify.py::test_layouts_are_equal_to_one_process",
     "e2e/test_certify.py::test_trainer_and_engine_are_equal_in_bf16",
+    "e2e/test_certify.py::test_without_identical_it_is_a_report",
     "e2e/test_fleet.py::test_a_run_outlives_its_servers[True]",
     "e2e/test_fleet.py::test_servers_behind_a_router",
     "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",

@@ -318,7 +318,8 @@ class _ProgressLine:
         self._on = active and shown
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not active)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.description}"))
-        live = self._on and self._console.is_terminal
+        # Not `console.is_terminal`, which takes a pipe for a terminal if FORCE_COLOR is set, as in notebooks.
+        live = self._on and self._console.file.isatty()
         self._live = Progress(*columns, console=self._console) if live else None
 
     def say(self, line: str) -> None:

@@ -250,9 +250,9 @@ def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
 # FP8 products without a GPU: weights and inputs of linear layers are rounded to e4m3 and back before a bf16 product.
 # nvidia-modelopt does the rounding (`scaled_e4m3`, with straight-through gradients). Forward hooks apply it to Megatron's
 # linear layers. `mtq.quantize`, which replaces the layers' classes, does not work here. Its 128 x 128 blocks need a calibration
-# and then keep their scales (a change of shape is an error). It refuses tensor parallelism together with expert parallelism, and it adds
-# entries to every checkpoint. Here the scales come from the current tensors, so parameters, names, checkpoints and exports
-# are the same as in bf16.
+# and then keep their scales (a change of shape is an error). It refuses tensor parallelism together with expert parallelism.
+# It also adds entries to every checkpoint. Here the scales come from the current tensors, so parameters, names, checkpoints
+# and exports are the same as in bf16.
 
 
 class FakeQuantizer:

@@ -1,7 +1,7 @@
 """Frozen weights, chosen by glob patterns over the names of Megatron's parameters. Needs no Megatron, so checks can use it.
 
-The names are the same as in Megatron's local layers (without Transformer Engine). Layers and experts are numbered over the whole
-model, not per rank. So the same list freezes the same weights on every machine and under every parallel layout.
+The names are the same as in Megatron's local layers (without Transformer Engine). Layers and experts are numbered over the
+whole model, not per rank. So the same list freezes the same weights on every machine and under every parallel layout.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ NO_ADAPTERS = LoRAConfig()
 
 @dataclass(frozen=True)
 class Model:
-    """A folder's model under a parallel layout: settings to build the chunks. Methods are collective, except save_hf_metadata."""
+    """A folder's model under a parallel layout: settings to build the chunks. Methods are collective unless noted."""
 
     path: Path
     hf_config: PreTrainedConfig

@@ -58,7 +58,7 @@ class ExpertMoELayer(MoELayer):
         experts: Any = self.experts  # Megatron's type for it is not a module
         for parameter in experts.parameters():
             # Megatron marks the biases of the experts' output projections as if each tensor-parallel rank had a part of their
-            # gradient. These biases are reduced with the experts, over these ranks too. With the mark, they would be summed twice.
+            # gradient. These biases are reduced with the experts, over these ranks too. With the mark they are summed twice.
             parameter.sequence_parallel = False
 
     def combine(self, output: Tensor) -> Tensor:

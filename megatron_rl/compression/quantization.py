@@ -147,8 +147,8 @@ def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
                 if shape[0] % rows or shape[1] % columns:
                     raise UserError(
                         f"quantize: {name} is {shape[0]} x {shape[1]}: for {form}, SGLang needs multiples of {rows} x"
-                        f" {columns}; {'use quantize.format: fp8_tensor' if form == 'int4' else 'use convert --quantize fp8'}, or serve it"
-                        " unchanged"
+                        f" {columns}; {'use quantize.format: fp8_tensor' if form == 'int4' else 'use convert --quantize fp8'},"
+                        " or serve it unchanged"
                     )
 
 

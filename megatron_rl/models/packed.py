@@ -46,5 +46,5 @@ def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distribut
         if cu_seqlens is None:
             raise ValueError("packed sequences without cu_seqlens_q")
         found = (key, TokenPlaces.build(cu_seqlens, *key))
-        setattr(params, "_places", found)  # Megatron's class has no such field
+        setattr(params, "_places", found)  # noqa: B010 Megatron's class has no such field
     return found[1]

@@ -104,7 +104,7 @@ class OurSpec(MegatronModelBridge):
         }
         unmapped = sorted(names - {task.global_param_name for task in tasks})
         if unmapped:
-            return f"no rule where parameter {unmapped[0]} comes from"
+            return f"no rule says which tensor gives parameter {unmapped[0]}"
         used: set[str] = set()
         for task in tasks:
             hf_param = task.mapping.hf_param

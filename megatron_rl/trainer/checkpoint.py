@@ -122,7 +122,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
 
 
 def _scales_layout(trainer: Trainer) -> dict[str, int]:
-    """Return the layout that delayed FP8 scales belong to (each process has those of its layers); empty without such scales."""
+    """Return the layout to which delayed FP8 scales belong (each process has its layers' scales); empty without such scales."""
     if trainer.model.recipe.fp8_recipe != "delayed":
         return {}
     parallel = trainer.config.parallel
@@ -482,7 +482,7 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
         lost = distributed_checkpoint.load_weights(chunk, {**own, **loaded[name]}, strict=not frozen)
         if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
-            raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
+            raise RuntimeError(f"the checkpoint's adapters do not match the model's: {wrong[0]}")
 
 
 def _one_line(error: BaseException) -> str:

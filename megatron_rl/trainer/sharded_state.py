@@ -131,6 +131,6 @@ def _cut(
             global_offset=global_offset[left_out:],
             axis_fragmentations=None,  # data-parallel ranks cut the tensor at any element
             # Data-parallel ranks hold no copies.
-            replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: those of parameters are triples
+            replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: a parameter's is a triple
             allow_shape_mismatch=piece.allow_shape_mismatch,
         )

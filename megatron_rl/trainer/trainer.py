@@ -135,7 +135,7 @@ class Trainer:
     def optimizer(self) -> ChainedOptimizer:
         """Megatron's optimizer. Errors: RuntimeError for a trainer that was built for scoring only."""
         if self._optimizer is None:
-            raise RuntimeError("this trainer was built for scoring alone (total_updates=None)")
+            raise RuntimeError("this trainer was built for scoring only (total_updates=None)")
         return self._optimizer
 
     def _prepare_updates(self, total: int) -> None:

@@ -1,8 +1,7 @@
-"""Build of the package. Metadata is in pyproject.toml; the C++/CUDA extensions of csrc/ are declared here.
+"""Build of the package. Metadata is in pyproject.toml; this file declares the C++/CUDA extensions of csrc/.
 
-The CPU part is always built. The CUDA part, of those that have one, joins where nvcc and a CUDA build of torch of the same
-major version are there; no GPU is needed to build it. ptxas's report on registers and spills is kept beside each extension
-(*.ptxas.txt).
+The CPU part is always built. An extension's CUDA part is built if nvcc and a CUDA build of torch with the same major version
+are installed; the build needs no GPU. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
 """
 
 import os
@@ -22,9 +21,9 @@ CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uni
 
 
 def find_nvcc() -> str | None:
-    """nvcc whose major version is torch's: this environment's own, else of CUDA_HOME, else of PATH.
+    """Return the path of an nvcc with torch's major version: from this environment, else CUDA_HOME, else PATH.
 
-    None where there is none, or torch is for the CPU.
+    None if there is no such nvcc, or if torch is built for the CPU.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     own = [nvcc for folder in nvidia_folders("bin") if (nvcc := shutil.which("nvcc", path=folder))]
@@ -34,18 +33,18 @@ def find_nvcc() -> str | None:
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release (\d+)\.", text)
     if release is None or release[1] != torch.version.cuda.split(".")[0]:
-        print(f"megatron_rl: {nvcc} is not of CUDA {torch.version.cuda}, which torch is built for: CPU part alone")
+        print(f"megatron_rl: {nvcc} is not of CUDA {torch.version.cuda}, which torch is built for: CPU part only")
         return None
     return nvcc
 
 
 def nvidia_folders(kind: str) -> list[str]:
-    """`include`, `lib` or `bin` of CUDA's packages in site-packages: the toolkit beside nvcc may hold the compiler alone."""
+    """Return `include`, `lib` or `bin` of CUDA's packages in site-packages. The toolkit of nvcc may only have the compiler."""
     return [str(p) for p in sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob(f"*/{kind}")) if p.is_dir()]
 
 
 def include_folders(nvcc: str) -> list[str]:
-    """The headers that nvcc itself uses, then those of the packages."""
+    """Return the headers that nvcc itself uses, then those of CUDA's packages."""
     text = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True).stderr
     return re.findall(r'INCLUDES="-I([^"]+)"', text) + nvidia_folders("include")
 
@@ -55,7 +54,7 @@ def source_of(extension) -> Path:
 
 
 class Build(BuildExtension):
-    """Compiles the .cu files, which know nothing of torch, and hands their objects to the linker."""
+    """Compiles the .cu files, which do not use torch, and passes their objects to the linker."""
 
     def build_extensions(self) -> None:
         self.reports: dict[str, str] = {}
@@ -86,7 +85,7 @@ class Build(BuildExtension):
         command = [nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-lineinfo", "-Icsrc"]
         command += ["-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "2"]
         command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-        command += ["-gencode=arch=compute_90,code=compute_90"]  # what later GPUs compile for themselves
+        command += ["-gencode=arch=compute_90,code=compute_90"]  # PTX, which later GPUs compile at load time
         command += [f"-I{folder}" for folder in includes]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -95,7 +94,7 @@ class Build(BuildExtension):
         extension.extra_objects.append(str(target))
         extension.define_macros.append(("WITH_CUDA", None))
         extension.include_dirs += includes
-        extension.library_dirs += nvidia_folders("lib")  # of a toolkit: lib beside include, or lib64 above it
+        extension.library_dirs += nvidia_folders("lib")  # in a toolkit: lib beside include, or lib64 above
         extension.library_dirs += [str(Path(i).resolve().parent / lib) for i in includes for lib in ("lib", "lib64")]
         extension.libraries += ["torch_cuda", "c10_cuda"]
         extension.extra_link_args.append("-l:libcudart.so." + torch.version.cuda.split(".")[0])

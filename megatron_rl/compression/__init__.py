@@ -1,4 +1,4 @@
-"""Smaller models: structured pruning, sparsity, quantization, and the calibration that they choose by."""
+"""Smaller models: structured pruning, sparsity, quantization, and the calibration on which their choices are based."""
 
 from megatron_rl.platform import activate
 

@@ -1,7 +1,7 @@
-"""Measures the parts of a model on calibration data, by passes of the trainer that are looked at from within.
+"""Measures the parts of a model on calibration data, in passes of the trainer with hooks on its modules.
 
-Hooks on the modules of this process add sums over its tokens into tables of the whole model, of which each number belongs to
-one process or is a sum over several: the sum of all processes' tables is that of the whole model, under every layout.
+The hooks add sums over this process's tokens into tables of the whole model. Each number in a table belongs to one process or
+is a sum over several processes. So under every layout, the sum of all processes' tables is the table of the whole model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class RealTokens:
-    """Which tokens of the micro-batch that is under way are no padding."""
+    """Masks of the current micro-batch's tokens that are not padding."""
 
     all: Tensor
-    """[T] bool: this context-parallel rank's."""
+    """Mask of this context-parallel rank's tokens, [T] bool."""
     own: Tensor
-    """[T / tensor] bool: those of them that sequence parallelism leaves this process between the layers' products."""
+    """Part of `all` that this process has between the layers' products, under sequence parallelism: [T / tensor] bool."""
 
 
 class Watched:
-    """The trainer's chunks inside `watching`: knows the micro-batch whose pass is under way."""
+    """The trainer's chunks inside `watching`; knows the micro-batch of the current pass."""
 
     def __init__(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self._trainer = trainer
@@ -49,30 +49,30 @@ class Watched:
 
     @property
     def real(self) -> RealTokens:
-        """Tokens of the micro-batch under way that are no padding."""
+        """Real tokens (no padding) of the current micro-batch."""
         assert self._real is not None
         return self._real
 
     def begin(self, chunk: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of a chunk."""
+        """Set the current micro-batch; a forward pre-hook of a chunk."""
         real = self._batches[id(kwargs["input_ids"])].segments.ids >= 0
         layout = self._trainer.layout
         self._real = RealTokens(real, real.tensor_split(layout.tensor)[layout.tensor_rank])
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """[n, d]: the real tokens of [T, 1, d] (or [T, d]), or of the [T / tensor, 1, d] of this process."""
+        """Return the real tokens [n, d] of [T, 1, d] (or [T, d]), or of this process's [T / tensor, 1, d]."""
         real = self.real.all if len(hidden) == len(self.real.all) else self.real.own
         return hidden[real].flatten(1)
 
     def without_padding(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """A forward pre-hook of a MoE layer, behind whose routing nobody knows which row is padding: it enters as zeros."""
+        """Set padding to zero before a MoE layer (a forward pre-hook), as routing loses track of which rows are padding."""
         hidden, *rest = args
         return (hidden * self.real.own.view(-1, 1, 1), *rest), kwargs
 
 
 @contextmanager
 def watching(trainer: Trainer, batches: Sequence[Batch]) -> Iterator[tuple[Watched, ExitStack]]:
-    """(what is known of the pass under way, what is called at the end of the block to take more hooks away)."""
+    """Yield (the watched chunks, an exit stack for further hooks, which are removed at the end of the block)."""
     watched = Watched(trainer, batches)
     with ExitStack() as stack:
         for chunk in trainer.chunks:
@@ -85,24 +85,24 @@ def watching(trainer: Trainer, batches: Sequence[Batch]) -> Iterator[tuple[Watch
 
 
 def layers_of(chunk: GPTModel) -> list[Any]:
-    """Megatron's transformer layers, whose parts have no types."""
+    """Return Megatron's transformer layers. Their parts have no types."""
     return [*chunk.decoder.layers]
 
 
 def is_moe(layer: Any) -> bool:
-    """True if a layer of Megatron has experts."""
+    """Return True if a Megatron layer has experts."""
     return hasattr(layer.mlp, "router")
 
 
 def watch_experts(
     experts: GroupedExperts, see: Callable[[Tensor, list[int], Sequence[Any]], None], stack: ExitStack
 ) -> None:
-    """Show `see` what enters both products, without padding: rows [N, in] by expert, their counts, the experts' layers."""
+    """Call `see` with the inputs of both products, without padding: rows [N, in] by expert, counts, the experts' layers."""
     real = torch.zeros(0)
 
     def watch(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
         nonlocal real
-        if isinstance(layers[0], ColumnParallelLinear):  # the first product: a real token is never all zeros
+        if isinstance(layers[0], ColumnParallelLinear):  # first product; a real token is never all zeros
             real = rows.any(dim=1)
         kept = [int(part.sum()) for part in real.split(counts)]
         see(rows[real], kept, layers)
@@ -112,7 +112,7 @@ def watch_experts(
 
 
 class Calibration(UpdateHook):
-    """Measures importance in a pass, as an observer of routers and by hooks on modules."""
+    """Measures importance in a pass, with router observers and with hooks on modules."""
 
     reads_outputs = True
 
@@ -131,18 +131,18 @@ class Calibration(UpdateHook):
         }
         self.sums = {name: torch.zeros(size, dtype=torch.float64) for name, (wanted, size) in sizes.items() if wanted}
         self.tokens = 0
-        """Real tokens of this process, of which sequence parallelism leaves each process a share."""
+        """Number of real tokens of this process. Sequence parallelism splits the tokens over the processes."""
 
     # -- the experts, where their tokens come from --------------------------------------------------------------------
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """One for each micro-batch; the pass that is under way is the one that is looked at."""
+        """Return an observer for each micro-batch; it measures the current pass."""
         return [_SeeExperts(self)] if "sent" in self.sums else []
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def look_at(self, layer: Any, stack: ExitStack) -> None:
-        """Hook a layer."""
+        """Add hooks to a layer."""
         number = layer.layer_number - 1
 
         def inputs(linear: torch.nn.Module, see: Callable[..., None]) -> None:
@@ -217,14 +217,14 @@ class Calibration(UpdateHook):
         return channel_sums(activations, weight if self.config.channel_importance == "wanda" else None)
 
     def add(self, name: str, number: int, place: Any, found: Tensor) -> None:
-        """Add what was found to some places of layer `number`."""
+        """Add measured values at `place` in layer `number`."""
         row = self.sums[name][number] if found.dim() else self.sums[name]
         row[place if found.dim() else number] += found.cpu()
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
     def importance(self, tokens: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Importance by name, [layers, ...] fp64 on every process. tokens: of the calibration data. Collective."""
+        """Return importance by name, [layers, ...] fp64, on every process. tokens: of the calibration data. Collective."""
         for table in self.sums.values():
             dist.all_reduce(table, group=group)
         found = {name: table / tokens for name, table in self.sums.items()}
@@ -248,7 +248,7 @@ class _SeeExperts(RouteObserver):
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         real = self.calibration.watched.real.own
-        norms = outputs.float().norm(dim=-1)[rows]  # outputs are weighted, and a token's in the order of its experts
+        norms = outputs.float().norm(dim=-1)[rows]  # outputs are weighted; rows are in the order of experts
         sums, sent = gated_norms(norms[real], self._chosen.sort(dim=1).values[real], self.calibration.shape.experts)
         self.calibration.add("sent", layer, slice(None), sent)
         if "experts" in self.calibration.sums:
@@ -261,11 +261,11 @@ def _slice(size: int, rank: int) -> slice:
 
 
 def measure(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> dict[str, Tensor]:
-    """Importance of what config prunes, on this data-parallel rank's micro-batches and the others'. Collective.
+    """Return the importance of the parts that the config prunes, over all data-parallel ranks' micro-batches. Collective.
 
-    -> layers [L], heads [L, key-value heads], width and shared [L, channels], experts [L, E], expert_width [L, E, channels],
-    and sent [L, E], the share of the tokens that go to each expert; zeros in layers that have no such part. fp64, the same on
-    every process.
+    Keys: layers [L]; heads [L, key-value heads]; width and shared [L, channels]; experts [L, E]; expert_width
+    [L, E, channels]; sent [L, E], the share of tokens that go to each expert. Layers without such a part have zeros. Values are
+    fp64 and the same on every process.
     """
     tokens = trainer.totals(batches).inputs
     with watching(trainer, batches) as (watched, stack):

@@ -1,7 +1,7 @@
-"""How much each part of a model does on calibration data: what structured pruning keeps the largest of.
+"""Importance of each part of a model on calibration data. Structured pruning keeps the parts with the largest importance.
 
-Sums over tokens, in fp64, so that those of several micro-batches and processes add up; tokens of padding are left out by the
-caller.
+Importance is summed over tokens in fp64, so the sums of several micro-batches and processes can be added. The caller leaves
+out padding.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch.nn import functional as F
 
 
 def block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Sum over tokens of 1 - cosine between what enters a layer and what leaves it, both [T, d] -> scalar.
+    """Return the sum over tokens of 1 - cosine between a layer's inputs and outputs, both [T, d]; a scalar.
 
-    Block influence of ShortGPT (arXiv 2403.03853, eq. 1): a layer that hardly turns its input is the first to go.
+    This is ShortGPT's block influence (arXiv 2403.03853, eq. 1). Layers that hardly turn their inputs are removed first.
     """
     return (1 - F.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()
 
 
 def gated_norms(norms: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sums by expert of norms [T, k] of its output times its gate, and the tokens that it got: both [count].
+    """Return sums by expert of norms [T, k] (norm of the expert's output times its gate), and token counts; both [count].
 
-    experts: [T, k] int64, whose output each norm is of. The quotient is REAP's saliency (arXiv 2510.13999): the mean of
-    gate x norm over the tokens that are sent to the expert.
+    experts: [T, k] int64, the expert of each norm. Sum divided by count is REAP's saliency (arXiv 2510.13999): the mean of
+    gate x norm over the tokens that are routed to the expert.
     """
     flat = experts.flatten()
     sums = torch.zeros(count, dtype=torch.float64, device=norms.device)
@@ -31,11 +31,11 @@ def gated_norms(norms: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def channel_sums(activations: Tensor, down: Tensor | None = None) -> Tensor:
-    """Sum over tokens for each inner channel of an MLP, whose activations are [T, F] -> [F].
+    """Return a sum over tokens for each inner channel of an MLP with activations [T, F]; [F].
 
-    Without down: of |activation| (Minitron, arXiv 2407.14679). With the weight down [d, F] behind them: of the squared norm of
-    what the channel adds to the output, activation^2 x norm of its column^2, which is Wanda's |W| x norm of X (arXiv
-    2306.11695) of all its weights, squared and summed.
+    Without `down`, it is the sum of |activation| (Minitron, arXiv 2407.14679). With the output weight down [d, F], it is the
+    sum of the squared norm of the channel's contribution to the output: activation^2 x norm of its column^2. This is Wanda's
+    |W| x norm of X (arXiv 2306.11695), squared and summed over the channel's weights.
     """
     if down is None:
         return activations.double().abs().sum(0)
@@ -43,14 +43,14 @@ def channel_sums(activations: Tensor, down: Tensor | None = None) -> Tensor:
 
 
 def group_norms(heads: Tensor, projection: Tensor) -> Tensor:
-    """Sum over tokens of the norm of what each group of heads adds to the residual stream -> [G].
+    """Return the sum over tokens of the norm of each head group's contribution to the residual stream, [G].
 
-    heads: outputs of attention [T, G, w], w numbers of a group's query heads; projection: [d, G, w], the weight behind them.
+    heads: outputs of attention [T, G, w], where w is the size of a group's query heads. projection: output weight [d, G, w].
     """
     norms = [(heads[:, g].float() @ projection[:, g].float().t()).norm(dim=-1) for g in range(heads.shape[1])]
     return torch.stack([norm.double().sum() for norm in norms])
 
 
 def largest(importance: Tensor, count: int) -> list[int]:
-    """Places of the `count` largest of [n], in ascending order; of equal ones the first."""
+    """Return the indices of the `count` largest of [n], in ascending order; of equal values, the first ones."""
     return sorted(importance.argsort(descending=True, stable=True)[:count].tolist())

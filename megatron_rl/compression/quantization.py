@@ -1,11 +1,13 @@
-"""Post-training quantization by nvidia-modelopt: a Hugging Face model calibrated on data, and written as SGLang loads it.
+"""Post-training quantization with nvidia-modelopt: calibrate a Hugging Face model on data, and write it in SGLang's format.
 
-fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, by the largest magnitude that calibration saw
-(ModelOpt's FP8_DEFAULT_CFG, in the layout of its own export). int4: weights alone, in the layout of compressed-tensors; a
-group's scale stands for half to all of its largest magnitude, wherever the error of the outputs on the calibration data is
-least (ModelOpt's INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router,
-embedding, head and norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of
-them.
+fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, from the largest magnitude in the calibration
+(ModelOpt's FP8_DEFAULT_CFG, in the layout of ModelOpt's own export).
+int4: only weights are quantized, in the layout of compressed-tensors. A group's scale covers between half and all of the
+group's largest magnitude. The choice minimizes the error of the outputs on the calibration data (ModelOpt's
+INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian).
+
+Attention, MLPs and experts are quantized; router, embedding, head and norms are not. The model is a transformers model with
+fused experts, for each of which ModelOpt has a quantizer.
 """
 
 from __future__ import annotations
@@ -35,54 +37,54 @@ from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read
 from megatron_rl.models.parallel_check import read_hf_config
 
 # -- int4 ----------------------------------------------------------------------------------------------------------------
-# Weights in INT4, as SGLang loads them: compressed-tensors' `pack-quantized`, symmetric, one scale for 128 inputs of a row.
-# `X.weight_packed` int32 [N, K / 8] has eight codes a number, the first in the lowest four bits, each with 8 added;
-# `X.weight_scale` bf16 [N, K / 128]; `X.weight_shape` int64 [2] = [N, K]. A weight is code * scale, codes are -8 to 7.
+# Weights in INT4 in SGLang's format: compressed-tensors' `pack-quantized`, symmetric, one scale for 128 inputs of a row.
+# `X.weight_packed` int32 [N, K / 8] has eight codes per number, the first code in the lowest four bits, each with 8 added.
+# `X.weight_scale` is bf16 [N, K / 128]; `X.weight_shape` is int64 [2] = [N, K]. A weight is code * scale; codes are -8 to 7.
 # ModelOpt's own INT4 export packs for TensorRT-LLM, which SGLang 0.5.23 does not read.
 
 
 GROUP = 128
 HIGHEST = 7
-"""The largest code, for which a group's amax stands; the lowest is -8."""
+"""Largest code, which represents a group's amax; the lowest code is -8."""
 _PACKED = 8
-"""Codes of one int32."""
+"""Number of codes in an int32."""
 _TINY = 2.0**-24
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Scales of groups with largest magnitude amax: bf16, as SGLang holds them; 1 for a group of zeros."""
+    """Return bf16 scales, as SGLang stores them, for groups with largest magnitude `amax`; 1 for a group of zeros."""
     return torch.where(amax > _TINY, amax.float() / HIGHEST, 1.0).bfloat16()
 
 
 def encode(weight: Tensor, scale: Tensor) -> Tensor:
-    """The nearest codes of a weight [N, K] for scales [N, K / 128]: int8 [N, K]."""
-    # By the inverse, as ModelOpt has it: where weights and scales are bf16, ties are many.
+    """Return the nearest codes, int8 [N, K], of a weight [N, K] for scales [N, K / 128]."""
+    # Multiply by the inverse, like ModelOpt: bf16 weights and scales have many ties, which division may round otherwise.
     groups = weight.float().unflatten(-1, (-1, GROUP)) * (1 / scale.float()[..., None])
     return groups.round().clamp(-HIGHEST - 1, HIGHEST).to(torch.int8).flatten(-2)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes int8 [N, K] as int32 [N, K / 8]."""
+    """Pack codes int8 [N, K] into int32 [N, K / 8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     words = (codes.int() + HIGHEST + 1).unflatten(-1, (-1, _PACKED)) << shifts
-    return words.sum(-1, dtype=torch.int32)  # the bits do not overlap; the eighth code may set the sign
+    return words.sum(-1, dtype=torch.int32)  # bits do not overlap; the eighth code may set the sign
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of pack."""
+    """Unpack codes; the inverse of `pack`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     return ((packed[..., None] >> shifts & 15) - HIGHEST - 1).to(torch.int8).flatten(-2)
 
 
 def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    """The weight fp32 [N, K] that codes and scales stand for."""
+    """Return the weight fp32 [N, K] for codes and scales."""
     return (unpack(packed).float().unflatten(-1, (-1, GROUP)) * scale.float()[..., None]).flatten(-2)
 
 
 def int4_quantized(
     named_tensors: Iterable[tuple[str, Tensor]], scales_of: Callable[[str, int], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors, X.weight as three. scales_of: name and columns -> scales; None: the tensor stays."""
+    """Yield a model's tensors; a quantized X.weight becomes three. scales_of: (name, columns) -> scales, or None to keep it."""
     for name, tensor in named_tensors:
         scale = scales_of(name, tensor.shape[-1])
         if scale is None:
@@ -95,7 +97,7 @@ def int4_quantized(
 
 
 def quantization_config(ignore: list[str]) -> dict:
-    """The `quantization_config` of config.json. ignore: names of linear layers that are not quantized, or re:PATTERN."""
+    """Return the `quantization_config` for config.json. ignore: unquantized linear layers: names, or re:PATTERN."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     group = {"targets": ["Linear"], "weights": weights | {"dynamic": False, "observer": "minmax"}}
     return {
@@ -113,14 +115,14 @@ def quantization_config(ignore: list[str]) -> dict:
 
 Format = Literal["fp8_tensor", "int4"]
 _MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 128)}
-"""Rows and columns of which SGLang's kernels take multiples: torch._scaled_mm, Marlin."""
+"""Numbers of rows and columns whose multiples SGLang's kernels accept: torch._scaled_mm, Marlin."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 
 
 def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
-    """Refuse a folder that cannot be quantized, or would not be served then, by its config and its files' headers.
+    """Refuse a folder that cannot be quantized, or whose result SGLang cannot serve. Reads the config and files' headers.
 
-    Errors: UserError naming the folder, the key or the tensor.
+    Errors: UserError that names the folder, the key or the tensor.
     """
     config = read_hf_config(folder)
     check_weight_files(folder)
@@ -131,7 +133,7 @@ def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
     family = family_of(config)
     if is_classifier(config) or family.not_quantized:
         what = "has a head of one number" if is_classifier(config) else f"{family.architecture}: {family.not_quantized}"
-        raise UserError(f"quantize: {folder}: {what}; serve it as it is")
+        raise UserError(f"quantize: {folder}: {what}; serve it unchanged")
     layers: int = config.num_hidden_layers
     if wrong := [layer for layer in keep_layers if not 0 <= layer < layers]:
         raise UserError(f"config: quantize.keep_layers: no layer {wrong[0]}; {folder} has 0 to {layers - 1}")
@@ -144,16 +146,16 @@ def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
                 shape = opened.get_slice(name).get_shape()
                 if shape[0] % rows or shape[1] % columns:
                     raise UserError(
-                        f"quantize: {name} is {shape[0]} x {shape[1]}: SGLang takes {form} of multiples of {rows} x {columns};"
-                        f" {'use quantize.format: fp8_tensor' if form == 'int4' else 'use convert --quantize fp8'}, or serve it"
-                        " as it is"
+                        f"quantize: {name} is {shape[0]} x {shape[1]}: for {form}, SGLang needs multiples of {rows} x"
+                        f" {columns}; {'use quantize.format: fp8_tensor' if form == 'int4' else 'use convert --quantize fp8'},"
+                        " or serve it unchanged"
                     )
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The folder's model for passes: in its own dtype, whole, on a GPU where there is one."""
+    """Load the folder's model for forward passes, in its own dtype; on the GPUs if there are any."""
     disable_progress_bar()
-    # ModelOpt sees an expert's products only where they are made one after the other.
+    # ModelOpt only sees an expert's products if they are computed one by one.
     options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "experts_implementation": "eager"}
     if torch.cuda.is_available():
         options["device_map"] = "auto"
@@ -161,13 +163,13 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], passes: Callable[[], None]) -> None:
-    """Put quantizers into the model, with scales from `passes`, which runs it over the calibration data. Weights stay.
+    """Put quantizers into the model. Their scales come from `passes`, which runs the model over the calibration data.
 
-    From here on the model computes as quantized: weights, and with fp8_tensor inputs, are rounded before each product.
-    Errors: UserError where no product of a quantized layer was seen.
+    The weights stay unchanged. From here on, the model computes as if quantized: weights, and with fp8_tensor also inputs, are
+    rounded before each product. Errors: UserError if a quantized layer had no product in the passes.
     """
     with _quiet():
-        import modelopt.torch.quantization as mtq  # seconds, for who needs it
+        import modelopt.torch.quantization as mtq  # takes seconds to import
 
         recipe: dict[str, Any] = copy.deepcopy(
             mtq.FP8_DEFAULT_CFG if form == "fp8_tensor" else mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG
@@ -182,13 +184,13 @@ def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], pass
         _share_scales(model)
     else:
         for quantizer in _quantizers(model):
-            # What SGLang multiplies by is bf16.
+            # SGLang multiplies by bf16 scales.
             quantizer.amax = HIGHEST * scales(quantizer.amax).float()
 
 
 @contextlib.contextmanager
 def plain(model: torch.nn.Module) -> Iterator[None]:
-    """The calibrated model computes as it did before, inside."""
+    """Let the calibrated model compute without quantization inside the block."""
     quantizers = list(_quantizers(model))
     for quantizer in quantizers:
         quantizer.disable()
@@ -200,13 +202,13 @@ def plain(model: torch.nn.Module) -> Iterator[None]:
 
 
 def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_layers: list[int]) -> None:
-    """Write the source's tensors, quantized as the calibrated model is, and its tokenizer; a whole folder or none.
+    """Write the source's tensors, quantized like the calibrated model, and its tokenizer. Writes a complete folder or none.
 
-    Errors: UserError where it cannot be written.
+    Errors: UserError if the folder cannot be written.
     """
-    # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
-    # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
-    # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
+    # ModelOpt's own export_hf_checkpoint is not used. It divides bf16 weights by their scale in bf16, and so rounds one in
+    # sixteen weights to the wrong neighbor in e4m3. Its INT4 is packed for TensorRT-LLM.
+    # Patterns of layers have no prefix, because SGLang's Mixtral leaves out "model.".
     layers = _Layers(model)
     router = (family_of(model.config).moe or Moe()).router
     if form == "fp8_tensor":
@@ -221,7 +223,7 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
 
 
 def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, each X.weight that is quantized in e4m3, with X.weight_scale and X.input_scale, fp32 []."""
+    """Yield tensors; a quantized X.weight becomes e4m3, with X.weight_scale and X.input_scale, both fp32 []."""
     for name, tensor in named_tensors:
         layer = layers.find(name)
         if layer is None:
@@ -235,13 +237,13 @@ def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Ite
 
 
 def _inverse_scale(amax: Tensor) -> Tensor:
-    """fp32 []: 448 / amax, by which ModelOpt's fake quantization multiplies; dividing would decide some ties otherwise."""
+    """Return 448 / amax, fp32 []. ModelOpt's fake quantization multiplies by it; a division would round some ties otherwise."""
     amax = amax.detach().float().cpu().reshape([])
     return torch.where(amax > fp8.TINY, fp8.E4M3_MAX / amax, 1.0)
 
 
 def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
-    """The `quantization_config` that ModelOpt writes. plain_ones: patterns of layers that are not quantized."""
+    """Return the `quantization_config` that ModelOpt writes. plain_ones: patterns of layers that are not quantized."""
     of_tensor = {"dynamic": False, "num_bits": 8, "type": "float"}
     group = {"input_activations": of_tensor, "weights": of_tensor, "targets": ["Linear"]}
     return {
@@ -254,7 +256,7 @@ def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
 
 
 def _share_scales(model: PreTrainedModel) -> None:
-    """One weight scale for matrices that SGLang stacks: it would round those with smaller ones a second time."""
+    """Set one weight scale for matrices that SGLang stacks. Else SGLang rounds those with smaller scales again."""
     together: dict[str, list[str]] = defaultdict(list)
     for name, linear in family_of(model.config).linears.items():
         if linear.stacked_in:
@@ -274,7 +276,7 @@ class _Layer:
     weights: Any
     inputs: Any
     rows: slice
-    """Its rows in the matrix that its quantizer sees."""
+    """Rows of the layer in the matrix that its quantizer sees."""
 
 
 class _Layers:
@@ -283,14 +285,14 @@ class _Layers:
         self._moe = family_of(model.config).moe or Moe()
 
     def find(self, name: str) -> _Layer | None:
-        """The layer of a tensor; None where it is not quantized."""
+        """Return the layer of a tensor; None if the tensor is not quantized."""
         if not fp8.is_quantized(name):
             return None
-        module = name.removesuffix(".weight").replace(f".{self._moe.block}.", ".mlp.")  # as it is in transformers
+        module = name.removesuffix(".weight").replace(f".{self._moe.block}.", ".mlp.")  # the name in transformers
         if expert := _EXPERT.fullmatch(module):
             experts, (index, part) = self._modules[expert[1]], expert.group(2, 3)
             down = self._moe.linears[part].cut == "columns"
-            fused = "down_proj" if down else "gate_up_proj"  # transformers' names, whatever those of the files are
+            fused = "down_proj" if down else "gate_up_proj"  # transformers' names; those in files may differ
             half = getattr(experts, fused).shape[1] // 2
             rows = slice(None) if down else (slice(half), slice(half, None))[self._moe.linears[part].place]
             weights = getattr(experts, f"{fused}_weight_quantizers")[int(index)]
@@ -301,7 +303,7 @@ class _Layers:
         return layer if layer.weights.is_enabled else None
 
     def int4(self, name: str, columns: int) -> Tensor | None:
-        """Scales [N, columns / 128] of a weight [N, columns]; None where it is not quantized."""
+        """Return scales [N, columns / 128] of a weight [N, columns]; None if the weight is not quantized."""
         layer = self.find(name)
         if layer is None:
             return None
@@ -320,7 +322,7 @@ def _layer(name: str) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """ModelOpt prints its progress, and warns of plugins that are not needed."""
+    """Suppress ModelOpt's progress lines and its warnings about plugins that are not needed."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

@@ -1,8 +1,8 @@
-"""Zeros for the weights of the trainer's model, layer after layer, by what enters each on calibration data.
+"""Prunes weights of the trainer's model to zero, layer by layer, based on each layer's inputs on calibration data.
 
-A layer is looked at in a pass of its own, in which those before it have their zeros already. Statistics are sums over the
-processes that hold parts of the same layer, and rows that tensor parallelism cuts are pruned whole, so that the result does not
-depend on the layout.
+Each layer is measured in a pass of its own, in which the earlier layers have been pruned already. Statistics are summed over
+the processes that hold parts of the same layer. Rows that tensor parallelism splits are gathered before they are pruned. So the
+result does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from megatron_rl.models.shape import Shape, linear_weights
 from megatron_rl.trainer.trainer import Trainer
 
 # -- sparsity ------------------------------------------------------------------------------------------------------------
-# Zeros among the weights of a linear layer y = W x, W [out, in]: which ones, and what becomes of the others.
-# Every row is pruned alike: the paper of Wanda finds that better than one threshold for all of them, and rows that tensor
-# parallelism gives to different processes need to know nothing of each other.
+# Choice of the weights of a linear layer y = W x, W [out, in], that become zero, and the changes of the other weights.
+# Every row gets the same share of zeros. Wanda's paper finds this better than one threshold for all rows, and rows on
+# different tensor-parallel processes can be pruned independently.
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which weights of a row may stay: `keep` of every `of` neighbors, or without these all but a share `ratio`."""
+    """Pattern of weights that stay in a row: `keep` of every `of` neighbors or, without `keep`, all but a share `ratio`."""
 
     keep: int | None = None
     of: int = 1
     ratio: float = 0.5
 
     def kept(self, scores: Tensor) -> Tensor:
-        """Scores [out, in] -> bool: the highest that the pattern leaves. in is a multiple of `of`."""
+        """Return a mask [out, in] of the highest scores that the pattern keeps. `in` has to be a multiple of `of`."""
         groups = scores.unflatten(1, (-1, self.of)) if self.keep is not None else scores.unsqueeze(1)
         size = groups.shape[-1]
         count = self.keep if self.keep is not None else size - int(self.ratio * size)
@@ -51,34 +51,35 @@ class Pattern:
 
 
 def magnitude(weight: Tensor, pattern: Pattern) -> Tensor:
-    """The weights with the smallest ones zero."""
+    """Return the weights with the smallest ones set to zero."""
     return weight.where(pattern.kept(weight.abs()), 0)
 
 
 def wanda(weight: Tensor, squares: Tensor, pattern: Pattern) -> Tensor:
-    """The weights with those of the smallest |W| x norm of X zero (arXiv 2306.11695).
+    """Return the weights with zeros where |W| x norm of X is smallest (arXiv 2306.11695).
 
-    squares: [in], sum of the squares of each input, in any unit. Without inputs it is `magnitude`.
+    squares: [in], sum of squares of each input, in any unit. If all are zero, the result is the same as of `magnitude`.
     """
     norms = squares.sqrt() if squares.any() else torch.ones_like(squares)
     return weight.where(pattern.kept(weight.double().abs() * norms), 0)
 
 
 def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 128, damp: float = 0.01) -> Tensor:
-    """The weights with those zero whose loss the others make up for best, and these changed so that they do (arXiv 2301.00774).
+    """Return pruned weights whose remaining weights compensate for the zeros (arXiv 2301.00774).
 
-    Column after column, in order: a weight w_j that goes costs w_j^2 / (U_jj)^2, where U is the upper Cholesky factor of the
-    inverse Hessian, and what it contributed is taken over by the weights behind it, so that ||W X - W' X|| is the smallest
-    with those up to j as they are. gram: X X^T [in, in] in any unit, to whose diagonal damp times its mean is added. Without
-    a pattern N:M the columns that a row loses are chosen in blocks. Without inputs it is `magnitude`.
+    Columns are processed in order. Setting w_j to zero costs w_j^2 / (U_jj)^2, where U is the upper Cholesky factor of the
+    inverse Hessian. The later weights in the row take over its contribution, such that ||W X - W' X|| is minimal with the
+    weights up to j fixed. gram: X X^T [in, in] in any unit; damp times the mean of its diagonal is added to the diagonal.
+    Without an N:M pattern, the zeros of a row are chosen block by block. If gram is all zero, the result is the same as of
+    `magnitude`.
     """
     if not gram.any():
         return magnitude(weight, pattern)
     hessian = gram.double() + damp * gram.diagonal().double().mean() * torch.eye(len(gram), device=gram.device)
     upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    rest = weight.to(torch.float64, copy=True)  # the caller's stay as they are, also those that are fp64
+    rest = weight.to(torch.float64, copy=True)  # a copy, also of fp64 weights
     size = pattern.of if pattern.keep is not None else block
-    block = max(size, block // size * size)  # groups of neighbors are not torn
+    block = max(size, block // size * size)  # do not split groups of neighbors
     for start in range(0, weight.shape[1], block):
         columns = range(start, min(start + block, weight.shape[1]))
         errors = rest.new_zeros(weight.shape[0], len(columns))
@@ -98,7 +99,7 @@ def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 12
 
 
 def pattern_of(config: PruneConfig) -> Pattern:
-    """The pattern that prune.sparsity asks for."""
+    """Return the pattern for prune.sparsity."""
     if config.sparsity == "unstructured":
         return Pattern(ratio=config.ratio)
     keep, of = map(int, config.sparsity.split(":"))
@@ -107,7 +108,7 @@ def pattern_of(config: PruneConfig) -> Pattern:
 
 @torch.no_grad()
 def sparsify(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> None:
-    """Prune the weights of config.targets in place. batches: this data-parallel rank's. Collective."""
+    """Prune the weights of config.targets in place. batches: of this data-parallel rank. Collective."""
     pattern, wanted = pattern_of(config), linear_weights(shape, config.targets)
     named = {id(p): name for names in trainer.model.parameter_names(trainer.chunks) for name, p in names.items()}
     of_layer: dict[int, list[Linear]] = defaultdict(list)
@@ -128,7 +129,7 @@ def sparsify(trainer: Trainer, batches: list[Batch], shape: Shape, config: Prune
 
 
 def look_at(layer: Any, linears: Sequence[Linear], watched: Watched, stack: ExitStack) -> None:
-    """Hook what enters the linear layers of one transformer layer."""
+    """Hook the inputs of the linear layers in one transformer layer."""
 
     def see(linear: Linear) -> Callable[..., None]:
         return lambda module, args: linear.add(watched.rows(args[0]))
@@ -148,22 +149,22 @@ def look_at(layer: Any, linears: Sequence[Linear], watched: Watched, stack: Exit
 
 
 class Linear:
-    """A linear layer of Megatron, or this process's part of one, and what has entered it."""
+    """A Megatron linear layer, or this process's part of one, with statistics of its inputs."""
 
     def __init__(self, module: Any, expert: bool, *, gram: bool) -> None:
-        """gram: keep X X^T [in, in], and not its diagonal alone."""
+        """Create it. gram: collect X X^T [in, in] instead of only its diagonal."""
         self.module, self.expert = module, expert
         self._gram = gram
         self._sum: Tensor | None = None
 
     def add(self, rows: Tensor) -> None:
-        """Inputs [n, in], or this process's columns of them."""
+        """Add inputs [n, in], or this process's columns of them, to the statistics."""
         rows = self._whole(rows).float()
         found = (rows.t() @ rows if self._gram else rows.square().sum(0)).double()
         self._sum = found if self._sum is None else self._sum + found
 
     def prune(self, method: str, pattern: Pattern) -> None:
-        """Give the weight its zeros, and forget what has entered. Collective over the processes of the layer."""
+        """Prune the weight and clear the statistics. Collective over the processes of the layer."""
         weight = self._whole(self.module.weight)
         if method == "magnitude":
             pruned = magnitude(weight, pattern)
@@ -171,7 +172,7 @@ class Linear:
             size = weight.shape[1]
             nothing = weight.new_zeros((size, size) if self._gram else (size,), dtype=torch.float64)
             found = nothing if self._sum is None else self._sum
-            # Where all tensor-parallel ranks have seen the same rows they count several times: only ratios matter.
+            # If all tensor-parallel ranks have seen the same rows, the rows count several times: only ratios matter.
             dist.all_reduce(found, group=self._group())
             pruned = (sparsegpt if self._gram else wanda)(weight, found, pattern)
         own = self.module.weight.shape[1]
@@ -180,7 +181,7 @@ class Linear:
         self._sum = None
 
     def _whole(self, part: Tensor) -> Tensor:
-        """All columns of a row of inputs, or of the weight."""
+        """Return all columns of inputs or of the weight."""
         if not isinstance(self.module, RowParallelLinear) or self._tensor_group().size() == 1:
             return part
         return gather_from_tensor_model_parallel_region(part.contiguous(), group=self._tensor_group())

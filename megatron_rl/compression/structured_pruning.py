@@ -1,7 +1,7 @@
-"""A Hugging Face folder with parts of the model left out: experts, inner channels, groups of heads, whole layers.
+"""Removes parts of a model from a Hugging Face folder: experts, inner channels, groups of heads, whole layers.
 
-Files alone: one tensor is read, cut and written after the other, and config.json follows. Which of a tensor's sides consists of
-heads, channels or experts, the model's family says (`models.families`).
+It works on files only: tensors are read, cut and written one by one, and config.json is adapted. The model's family tells which
+side of a tensor consists of heads, channels or experts (`models.families`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 
 REPORT = "prune.json"
-"""Name of the file beside the weights that says which parts were kept."""
+"""Name of the file beside the weights that lists the kept parts."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Parts that stay, by their numbers in the model as it was; parts that are not named here stay whole."""
+    """Parts to keep, by their numbers in the original model. Parts that are not named here are kept in full."""
 
     layers: list[int] | None = None
     groups: Mapping[int, list[int]] = field(default_factory=dict)
-    """Layer -> key-value heads that stay with their query heads."""
+    """Layer -> key-value heads to keep, together with their query heads."""
     channels: Mapping[int, list[int]] = field(default_factory=dict)
     """Layer -> inner channels of its dense MLP."""
     shared: Mapping[int, list[int]] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Kept:
     experts: Mapping[int, list[int]] = field(default_factory=dict)
     """Layer -> experts."""
     expert_channels: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Layer -> inner channels of each expert, of those that go too."""
+    """Layer -> inner channels of each expert; the list also has entries for removed experts."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the pruned model; None: as they are."""
+    """Sizes of the pruned model; None for an unchanged size."""
 
     layers: int | None = None
     heads: int | None = None
@@ -56,9 +56,9 @@ class Sizes:
 
 
 def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
-    """Write the model of `source` with what is kept alone; `out` appears under its name when it is complete.
+    """Write the model of `source` with only the kept parts. `out` gets its name when it is complete.
 
-    Errors: UserError for a tensor that is not known, or a folder that cannot be written.
+    Errors: UserError for an unknown tensor, or a folder that cannot be written.
     """
     check_weight_files(source)
     config: Any = read_hf_config(source)
@@ -68,7 +68,7 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
 
 
 def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str, Any]:
-    """Keys of config.json that change. layers: those that stay."""
+    """Return the changed keys of config.json. layers: the layers to keep."""
     config = json.loads((source / "config.json").read_text())
     hf_config = read_hf_config(source)
     shape, moe = Shape.from_config(hf_config), family_of(hf_config).moe
@@ -81,11 +81,11 @@ def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str
         if moe:
             new |= moe.keep_layers(hf_config, layers)
     if config.get("num_nextn_predict_layers"):
-        new["num_nextn_predict_layers"] = 0  # draft layers, which learned to follow the whole model
+        new["num_nextn_predict_layers"] = 0  # draft layers were trained with the whole model
     if sizes.heads is not None:
         of_group = shape.heads // shape.kv_heads
         new |= {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads // of_group}
-        new["head_dim"] = shape.head_dim  # else it is read off the number of heads
+        new["head_dim"] = shape.head_dim  # else it is derived from the number of heads
     if sizes.width is not None:
         new["intermediate_size"] = sizes.width
     if moe and sizes.experts is not None:
@@ -96,7 +96,7 @@ def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str
 
 
 def _written_as(key: str, config: PreTrainedConfig) -> set[str]:
-    """Names under which a file may have a key of the config: transformers writes some under another."""
+    """Return the names that a key can have in a file. transformers writes some keys under another name."""
     return {
         key,
         config.attribute_map.get(key, key),
@@ -109,16 +109,16 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def cut(tensors: Iterator[tuple[str, Tensor]], config: PreTrainedConfig, kept: Kept) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder -> those of the pruned model, under their new names.
+    """Yield the tensors of the pruned model under their new names, from the tensors of the folder.
 
-    Errors: UserError for a tensor that is not known.
+    Errors: UserError for an unknown tensor.
     """
     shape, family = Shape.from_config(config), family_of(config)
     numbers = {old: new for new, old in enumerate(range(shape.layers) if kept.layers is None else kept.layers)}
     for name, tensor in tensors:
         if (match := _LAYER.fullmatch(name)) is None:
             yield name, tensor
-        elif name.endswith("rotary_emb.inv_freq"):  # of old folders: a constant
+        elif name.endswith("rotary_emb.inv_freq"):  # a constant in old folders
             continue
         elif (layer := int(match[1])) in numbers:
             rest, part = _of_layer(match[2], tensor, layer, shape, family, kept)
@@ -129,7 +129,7 @@ def cut(tensors: Iterator[tuple[str, Tensor]], config: PreTrainedConfig, kept: K
 def _of_layer(
     name: str, tensor: Tensor, layer: int, shape: Shape, family: Family, kept: Kept
 ) -> tuple[str, Tensor | None]:
-    """Name and part of a tensor of one layer; None: it goes."""
+    """Return the name and the kept part of a layer's tensor; None if it is removed."""
     experts, channels = kept.experts.get(layer), kept.expert_channels.get(layer)
     moe, module = family.moe or Moe(), ["", *name.split(".")][-2]
     if (match := _EXPERT.fullmatch(name)) and match[3] in moe.linears:
@@ -159,7 +159,7 @@ def _of_layer(
         return name, _take(tensor, int(linear.cut == "columns"), places)
     if module.endswith("norm"):
         return name, tensor
-    raise UserError(f"model: there is no rule how to cut tensor {name} of layer {layer}; it cannot be pruned")
+    raise UserError(f"model: there is no rule how to cut tensor {name} of layer {layer}; the model cannot be pruned")
 
 
 def _rows(groups: list[int] | None, width: int) -> list[int] | None:
@@ -185,9 +185,9 @@ def _stacked(
 def choose(
     importance: Mapping[str, Tensor], sizes: Sizes, shape: Shape, keep: Callable[[Tensor, int], list[int]]
 ) -> Kept:
-    """Choose the parts of a model that stay, by what `trainer.calibration` found.
+    """Choose the parts of a model to keep, from the importance that `compression.calibration` measured.
 
-    keep: importance [n], how many -> their places.
+    keep: function (importance [n], count) -> indices to keep.
     """
 
     def each(name: str, count: int | None, of: list[int]) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""Who was waited for in vain, where a collective fails because a process, its host or the way to it is gone."""
+"""Error reports that name the missing ranks if a collective fails because a process, its host or the network is gone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import suppress
 import torch.distributed as dist
 
 PATIENCE_S = 5.0
-"""For word from the others, which notice it at about the same time."""
+"""Time in seconds to wait for word from the other processes, which notice the failure at about the same time."""
 _KEY = "megatron_rl/lost"
 
 
 def lost_contact(error: BaseException) -> str | None:
-    """One line about a collective that has failed; None for any other error, or where there is one process.
+    """Return one line about a failed collective; None for any other error, or if there is only one process.
 
-    Every process that notices says so in the store of the process group, so that each can name those that are silent.
+    Every process that notices the failure writes to the store of the process group, so each can name the silent ranks.
     """
     if not _of_a_collective(error) or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
@@ -27,14 +27,14 @@ def lost_contact(error: BaseException) -> str | None:
     if not dist.is_initialized():
         met = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
-            f"rank {os.environ.get('RANK')} on {socket.gethostname()} has not met the others at {met} within"
-            f" parallel.timeout_s: {reason}; see whether they started, their logs, and that this host reaches that address"
+            f"rank {os.environ.get('RANK')} on {socket.gethostname()} could not connect to the others at {met} within"
+            f" parallel.timeout_s: {reason}; check that they started, their logs, and that this host reaches that address"
         )
     answers: list[list[int]] = []
-    # The store is on another host, too, and its calls have no end where that is gone.
+    # The store may be on a lost host, and then its calls never return.
 
     def ask() -> None:
-        with suppress(dist.DistError):  # it is gone: there is no answer
+        with suppress(dist.DistError):  # the store is gone: no answer
             answers.append(_silent())
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -46,18 +46,18 @@ def lost_contact(error: BaseException) -> str | None:
         ranks = ", ".join(map(str, answers[0]))
         who = f"contact with rank{'s' if len(answers[0]) > 1 else ''} {ranks} is lost"
     else:
-        who = "contact between the processes was lost for too long, and all are there"
+        who = "contact between the processes was lost for too long, but all are there"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megatron_rl{os.sep}" in f.filename]
     place = f" in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     return (
         f"{who}: rank {dist.get_rank()} on {socket.gethostname()} waited{place} for at most parallel.timeout_s: {reason}; see"
-        " their logs and hosts. The same command goes on from the last checkpoint"
+        " their logs and hosts. Run the same command again to go on from the last checkpoint"
     )
 
 
 def _of_a_collective(error: BaseException) -> bool:
     networks = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-    # gloo's errors are plain ones that begin with the place in its source.
+    # gloo's errors are RuntimeErrors that begin with a path in gloo's source.
     return isinstance(error, networks) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 

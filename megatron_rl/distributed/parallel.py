@@ -1,4 +1,4 @@
-"""torch.distributed and Megatron's parallel state, and the few questions that the rest asks of them."""
+"""torch.distributed and Megatron's parallel state, and the operations on them that the rest of the package needs."""
 
 from __future__ import annotations
 
@@ -30,74 +30,74 @@ from megatron_rl.errors import StopRequested, together  # noqa: E402
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""Longest time between two signs of life of the processes while one of them waits for something outside."""
+"""Longest time in seconds between two signs of life, while a process waits for something outside of the run."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. A copy of the model is held by the processes of one data-parallel rank."""
+    """Position of this process in the run. The processes of one data-parallel rank hold one copy of the model."""
 
     rank: int
     world_size: int
     data_rank: int
     data_size: int
     is_leader: bool
-    """First process of its copy of the model: it asks the rollout engine for its data-parallel rank's share."""
+    """True for the first process of a copy of the model; it requests rollouts for its data-parallel rank."""
     copy_group: dist.ProcessGroup
     """The processes that hold one copy of the model (tensor x pipeline x context), over gloo."""
     leaders: tuple[int, ...]
     """Global ranks of the leaders, by data-parallel rank."""
     world_group: dist.ProcessGroup
-    """All processes, over gloo: for objects and for flags."""
+    """All processes, over gloo, for objects and flags."""
     device: torch.device
 
     def from_leader(self, value: T | None) -> T:
-        """The leader's value, on every process of its copy."""
+        """Return the leader's value on every process of its copy of the model."""
         return self._broadcast(value, self.leaders[self.data_rank], self.copy_group)
 
     def from_main(self, value: T | None) -> T:
-        """Global rank 0's value, on every process."""
+        """Return global rank 0's value on every process."""
         return self._broadcast(value, 0, self.world_group)
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, in order of ranks, on every process."""
+        """Return every process's value, in the order of ranks, on every process."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.world_group)
         return values
 
     def gather_from_leaders(self, value: T) -> list[T]:
-        """Every leader's value, by data-parallel rank, on every process."""
+        """Return every leader's value, by data-parallel rank, on every process."""
         values: list[Any] = self.gather(value if self.is_leader else None)
         return [values[leader] for leader in self.leaders]
 
     def main_does(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """Run `work` on global rank 0; its result, or its error, is that of every process.
+        """Run `work` on global rank 0. Every process gets the result or the error.
 
-        patient: however long it takes.
+        patient: the work may take any time (`patiently`).
         """
         if patient:
             work = self.patiently(work if self.rank == 0 else lambda: None)  # type: ignore[assignment]
         return self.from_main(together(work if self.rank == 0 else None, self.world_group))
 
     def leaders_do(self, work: Callable[[], T], *, patient: bool = False) -> T | None:
-        """Run `work` on the leaders and return its result there, None elsewhere; one leader's error is every process's.
+        """Run `work` on the leaders and return its result there, None elsewhere. One leader's error is raised on every process.
 
-        patient: as of main_does.
+        patient: the work may take any time (`patiently`).
         """
         if patient:
             work = self.patiently(work if self.is_leader else lambda: None)  # type: ignore[assignment]
         return together(work if self.is_leader else None, self.world_group)
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` here and return its result; one process's error is every process's."""
+        """Run `work` on every process and return its result. One process's error is raised on every process."""
         done: Any = together(work, self.world_group)
         return done
 
     def patiently(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Do work everywhere that waits for something outside, such as servers. Returns what gives its result here, or error.
+        """Run work on every process that waits for something outside, such as servers. Return a function that gives the result.
 
-        It runs in a thread, while the processes tell each other that they live: however long one has to wait, no other one
-        takes it for lost (parallel.timeout_s), and one that is lost is noticed in that time. Returns when all are through.
+        The work runs in a thread, while the processes exchange signs of life. So a long wait does not look like a lost process
+        (parallel.timeout_s), and a lost process is noticed within that time. Returns when all processes have finished the work.
         """
         if self.world_size == 1:
             return work
@@ -108,23 +108,23 @@ class Ranks:
     def wait_for(
         self, done: Future, stop: Callable[[], bool] = lambda: False, enough: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait as `patiently` does, for work that each process has begun, or until there is enough of it.
+        """Wait like `patiently` for work that every process has begun, or until `enough` returns True.
 
-        enough: collective, and the same on all processes. Returns whether some process was asked to `stop`, on all of them; the
-        work may still be under way then, and where there is enough.
+        enough: collective, with the same result on all processes. Returns True on all processes if `stop` returned True on one
+        of them. In this case, and if `enough` returned True, the work may still be running.
         """
         start = time.monotonic()
         while True:
-            # What is short is not made longer by waiting for the next sign of life.
+            # Poll often at first, so that short work is not delayed until the next sign of life.
             wait([done], min(BEAT_S, 0.01 + (time.monotonic() - start) / 50))
             working, stopped = self._maxima(int(not done.done()), int(stop()))
             if stopped or not working or enough():
                 return bool(stopped)
 
     def exchange(self, outgoing: list[T]) -> list[T]:
-        """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.
+        """Send outgoing[d] to the leader of data-parallel rank d. Return what each leader has sent here, in their order.
 
-        Every process calls it; on those that lead nothing, outgoing is not looked at and nothing arrives.
+        Every process calls it. On processes that are not leaders, outgoing is ignored and the result is empty.
         """
         if self.data_size == 1:
             return outgoing if self.is_leader else []
@@ -135,7 +135,7 @@ class Ranks:
         sizes = torch.tensor([len(parcel) for parcel in parcels])
         found = torch.empty_like(sizes)
         dist.all_to_all_single(found, sizes, group=self.world_group)
-        # One byte more: torch makes no tensor of an empty buffer.
+        # One more byte, because torch cannot make a tensor of an empty buffer.
         sent = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
         arrived = torch.empty(int(found.sum()), dtype=torch.uint8)
         dist.all_to_all_single(arrived, sent, found.tolist(), sizes.tolist(), group=self.world_group)
@@ -145,7 +145,7 @@ class Ranks:
         return [outgoing[self.data_rank] if r == self.rank else loads(parts[r].numpy().tobytes()) for r in self.leaders]
 
     def maximum(self, value: int) -> int:
-        """Largest value over all processes."""
+        """Return the largest value over all processes."""
         return self._maxima(value)[0]
 
     def _maxima(self, *values: int) -> list[int]:
@@ -154,7 +154,7 @@ class Ranks:
         return tensor.tolist()
 
     def total(self, value: int, *, of_leaders: bool = False) -> int:
-        """Sum over all processes, or over one process of each copy of the model."""
+        """Return the sum over all processes, or over one process of each copy of the model."""
         tensor = torch.tensor(value if self.is_leader or not of_leaders else 0)
         dist.all_reduce(tensor, group=self.world_group)
         return int(tensor)
@@ -172,7 +172,7 @@ class Ranks:
 
 
 def in_background[R](work: Callable[[], R]) -> Future[R]:
-    """Do work in a thread of its own: a daemon, as the interpreter would wait for another one at its end."""
+    """Run work in a daemon thread. The interpreter would wait at its end for other kinds of threads."""
     done: Future[R] = Future()
 
     def run() -> None:
@@ -188,7 +188,7 @@ def in_background[R](work: Callable[[], R]) -> Future[R]:
 def initialize(config: ParallelConfig, seed: int) -> Ranks:
     """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
 
-    Random states are seeded alike on all data-parallel ranks, and differently per tensor and pipeline rank as Megatron does.
+    All data-parallel ranks get the same random seeds; tensor and pipeline ranks get different seeds, as in Megatron.
     """
     timeout = timedelta(seconds=config.timeout_s)
     gpu = torch.cuda.is_available()
@@ -234,13 +234,13 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
 
 
 def process_group(found: object) -> dist.ProcessGroup:
-    """A group of Megatron's parallel state, whose functions have no types."""
+    """Return a group of Megatron's parallel state, typed. Megatron's functions have no types."""
     assert isinstance(found, dist.ProcessGroup)
     return found
 
 
 def used_gb() -> float | None:
-    """GB of 10^9 bytes that all processes together use of this process's GPU; None without one."""
+    """Return the memory that all processes together use on this process's GPU, in GB of 10^9 bytes; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     free, whole = torch.cuda.mem_get_info()
@@ -256,38 +256,38 @@ def shutdown() -> None:
 
 
 # -- interrupt -----------------------------------------------------------------------------------------------------------
-# A step is given up in its middle, where the run was asked to end and nothing has been changed yet.
+# Aborts a step in the middle if the run was asked to end and the step has not changed anything yet.
 
 
 class Interrupt:
-    """Request to stop, which trainers look at between passes, and without a pipeline between micro-batches.
+    """Request to stop. Trainers check it between passes and, without a pipeline, between micro-batches.
 
-    All processes look equally often. Each look learns what was asked before the one before it, so that none waits for it.
+    All processes check equally often. Each check gets the result of the previous check, so that no process waits.
     """
 
     def __init__(self, ranks: Ranks, asked: Callable[[], bool], *, deep: bool) -> None:
-        """asked: whether this process was asked to end; deep: look between micro-batches too."""
+        """Create it. asked: returns True if this process was asked to end; deep: also check between micro-batches."""
         self.deep = deep
         self._ranks, self._asked = ranks, asked
         self.armed = False
-        """True while nothing has been changed yet in the step at hand."""
+        """True while the current step has not changed anything yet."""
         self._flag = torch.zeros(())
         self._sum: dist.Work | None = None
 
     def arm(self) -> None:
-        """A step begins (all processes)."""
+        """Start a step. All processes call this method."""
         self.disarm()
         self.armed = True
 
     def disarm(self) -> None:
-        """Something has been changed, so that the step has to come to its end (all processes)."""
+        """Mark that the step has changed something, so it must be completed. All processes call this method."""
         self.armed = False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
 
     def look(self) -> None:
-        """Errors: StopRequested, on all processes at the same look."""
+        """Check the request. Errors: StopRequested, on all processes at the same check."""
         if not self.armed:
             return
         if self._sum is not None:

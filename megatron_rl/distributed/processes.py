@@ -1,7 +1,7 @@
-"""How the processes of a run find each other, and whom they believe: a listener on no more than it must, signed objects.
+"""Rendezvous of a run's processes and their trust in each other: a listener on a single address, and signed objects.
 
-Objects between processes (torch's, Megatron's and ours) are pickles over gloo, whose listeners take whoever connects. So each
-is signed with the key of the run, and one that is not of the run is refused before it is unpickled.
+Objects between processes (torch's, Megatron's and ours) are pickles over gloo, and gloo's listeners accept every connection. So
+each object is signed with the key of the run. An object without a valid signature is refused before it is unpickled.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_rl.credentials import RUN_KEY
 from megatron_rl.errors import UserError
 
 # -- network -------------------------------------------------------------------------------------------------------------
-# Addresses of this machine, and whether another one can be reached.
+# Addresses of this machine, and reachability of another machine.
 
 
 def own_address(host: str, port: int = 80) -> str:
-    """Address of this machine as `host` sees it (no packet is sent). Errors: OSError where there is no way to it."""
+    """Return this machine's address as seen from `host` (no packet is sent). Errors: OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
 def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return when something accepts connections there. Errors: TimeoutError, after timeout_s, with the last reason."""
+    """Wait until something accepts connections at host:port. Errors: TimeoutError after timeout_s, with the last reason."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = deadline - time.monotonic()
@@ -53,7 +53,7 @@ def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell if an address or name is this machine's own alone."""
+    """Return True if an address or name is only reachable from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -62,15 +62,14 @@ def is_loopback(host: str) -> bool:
 
 # -- gloo device ---------------------------------------------------------------------------------------------------------
 # One gloo device for all groups of a process.
-# torch gives each group its own, with a thread that wakes a hundred times a second for as long as the group lives; Megatron
-# makes
-# some thirty groups.
+# torch gives each group its own device, with a thread that wakes up a hundred times a second as long as the group lives.
+# Megatron makes about thirty groups.
 
 
 def _devices() -> list[Any]:
-    """One for each interface of GLOO_SOCKET_IFNAME; by default one on the interface that leads to MASTER_ADDR.
+    """Return one device per interface in GLOO_SOCKET_IFNAME; by default, one on the interface that leads to MASTER_ADDR.
 
-    torch's own is that of the host's name, which on a cluster is often the wrong network, and on Debian the host itself.
+    torch's default uses the host's name. On a cluster, this is often the wrong network, and on Debian it is the loopback.
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
@@ -83,12 +82,12 @@ def _devices() -> list[Any]:
 
 
 def share_device() -> None:
-    """Groups over gloo that are made from here on share the same devices; with a torch older than the pin, nothing changes."""
+    """Let new groups over gloo share the same devices. With a torch older than the pinned version, nothing changes."""
     if "_backend_type" not in inspect.signature(Backend.register_backend).parameters:
-        return  # it would take a backend that is registered again for a foreign one, which has no monitored barrier
+        return  # it would treat a backend that is registered again as foreign, without monitored barrier
     devices = _devices()
 
-    def create(wanted: Any, _: object) -> ProcessGroupGloo:  # torch's own, but for its options
+    def create(wanted: Any, _: object) -> ProcessGroupGloo:  # torch's own function except for the options
         options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]: torch's stubs call it Options
         options._devices, options._threads, options._timeout = devices, 2 * len(devices), wanted.timeout
         group = ProcessGroupGloo(wanted.store, wanted.group_rank, wanted.group_size, options)
@@ -109,12 +108,12 @@ def share_device() -> None:
 
 
 def join(backend: str, timeout: timedelta) -> None:
-    """Start torch.distributed, by torchrun's environment, or for this process alone without it. Collective.
+    """Start torch.distributed from torchrun's environment, or for this process alone without it. Collective.
 
-    Errors: torch's DistNetworkError where the others cannot be reached.
+    Errors: torch's DistNetworkError if the others cannot be reached.
     """
     share_device()
-    # torch has no argument for them, but goes through these two.
+    # torch has no argument for the pickler, but uses these two names.
     distributed_c10d._pickler, distributed_c10d._unpickler = _SignedPickler, _SignedUnpickler
     environment = os.environ
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
@@ -123,7 +122,7 @@ def join(backend: str, timeout: timedelta) -> None:
         rank, size, host, port = 0, 1, "127.0.0.1", 0
     if size > 1 and not rank and not environment.get(RUN_KEY):
         logging.getLogger(__name__).warning(
-            "the processes of this run believe whoever reaches their ports; give them all one secret in %s", RUN_KEY
+            "the processes of this run trust everyone who reaches their ports; give them all one secret in %s", RUN_KEY
         )
     if rank:
         _reach(host, port, timeout.total_seconds())
@@ -138,9 +137,10 @@ def join(backend: str, timeout: timedelta) -> None:
 
 
 def listening_store(host: str, port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
-    """A store of `size` processes that listens on one address of this machine; torch's own listens on all.
+    """Return a store for `size` processes that listens on one address of this machine; torch's own listens on all addresses.
 
-    port: 0 for a free one. wait: until all are there. Errors: OSError where the address is none of this machine's, or taken.
+    port: 0 for a free port. wait: block until all processes have joined. Errors: OSError if the address is not one of this
+    machine's, or is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -157,17 +157,17 @@ def listening_store(host: str, port: int, size: int, timeout: timedelta, *, wait
 
 
 def dumps(value: Any) -> bytes:
-    """The signed pickle of an object, for another process of the run."""
+    """Return the signed pickle of an object, for another process of the run."""
     content = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return _signature(content) + content
 
 
 def loads(signed: bytes) -> Any:
-    """An object of `dumps`. Errors: UserError for what no process of this run has signed; nothing of it is unpickled."""
+    """Return the object from `dumps`. Errors: UserError for an invalid signature; then nothing is unpickled."""
     size = hashlib.sha256().digest_size
     if not hmac.compare_digest(signed[:size], _signature(signed[size:])):
         raise UserError(
-            f"a message to this process is none of its run's: another program speaks on its ports, or {RUN_KEY} is not the same"
+            f"a message to this process is not from its run: another program uses its ports, or {RUN_KEY} is not the same"
             " in the environment of all processes"
         )
     return pickle.loads(memoryview(signed)[size:])
@@ -194,7 +194,7 @@ class _SignedUnpickler:
 
 
 def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Wait for the store of rank 0: where nobody has it, torch tries to connect for twice as long as it is told."""
+    """Wait for rank 0's store. If nobody listens, torch's own connect takes twice as long as its timeout."""
     try:
         wait_for_listener(host, port, timeout_s)
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""Checks that what the engine says of its samples can be of this model at all, before anything is learned from it."""
+"""Checks before training that the engine's log-probs and routes can come from this model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.trainer.objective import CLOSE
 from megatron_rl.trainer.trainer import Trainer
 
 FEWEST = 32
-"""Tokens of an update below which nothing is said."""
+"""Number of tokens in an update below which nothing is checked."""
 
 
 class AgreementFloor(UpdateHook):
-    """Stops the run where less than a share `floor` agrees in an update, of its tokens or of a layer's experts.
+    """Stops the run if less than a share `floor` of an update's tokens, or of a layer's experts, agrees with the engine.
 
-    With `correction.bypass` the trainer's side is the policy as it is, which later updates of a rollout batch find moved on
-    purpose: of them nothing is said.
+    With `correction.bypass`, the trainer's side is the current policy. Later updates of a rollout batch have moved it on
+    purpose, so they are not checked.
     """
 
     def __init__(self, floor: float) -> None:
@@ -30,26 +30,26 @@ class AgreementFloor(UpdateHook):
         self._bypass = self._moved = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Learn which layers have routes, and whose log-probs the engine's are compared with."""
+        """Store which layers have routes, and whether the correction is bypassed."""
         self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
         self._bypass = trainer.config.correction.bypass
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Note whether the policy has been updated since it sampled."""
+        """Note if the policy has been updated since it sampled."""
         self._moved = self._bypass and place.update > 0
 
     def check(self, metrics: Metrics) -> None:
-        """Raise a UserError where too little agrees."""
+        """Raise UserError if too little agrees."""
         if not self._moved:
             check_agreement(metrics, self._layers, self.floor)
 
 
 def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -> None:
-    """metrics: of an update, merged over all processes; those of demonstrations have nothing to compare.
+    """Raise UserError if too little agrees. metrics: of an update, over all processes; demonstrations have nothing to compare.
 
-    The shares of log-probs within a factor of two and of equal experts are both near 1 in a healthy run, FP8 included
-    (rounding turns few experts over, and moves few log-probs by 0.7). Routes of other tokens agree by chance alone, which
-    is topk / experts times the unevenness of the load: from 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral) for an even one.
+    The share of log-probs within a factor of two and the share of equal experts are both near 1 in a healthy run, also in FP8:
+    rounding changes few experts, and moves few log-probs by 0.7. Routes of unrelated tokens only agree by chance: topk /
+    experts times the unevenness of the load, which is 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral) for an even load.
     """
     if CLOSE not in metrics:
         return
@@ -66,40 +66,40 @@ def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -
         if share < floor:
             raise UserError(
                 f"{start} only {share:.0%} of the experts that SGLang reports in layer {layer} are the trainer's own choice for"
-                f" the same tokens and weights; {end}: look at its --moe-runner-backend (triton captures routes) and at the"
-                " model that it serves"
+                f" the same tokens and weights; {end}: check its --moe-runner-backend (triton captures routes) and the model"
+                " that it serves"
             )
     if (share := close / tokens) < floor:
         raise UserError(
             f"{start} only {share:.0%} of the tokens have log-probs within a factor of two in SGLang and in the trainer; {end}:"
-            " look at the model, dtype, temperature and --attention-backend of the server"
+            " check the model, dtype, temperature and --attention-backend of the server"
         )
 
 
 # -- on policy -----------------------------------------------------------------------------------------------------------
-# The claim that each update is of the very policy that sampled (`algorithm.on_policy`), as far as the trainer can see it.
+# The promise that each update uses the exact policy that sampled (`algorithm.on_policy`), as far as the trainer can check.
 
 
 EXACTLY = {"loss/ratio": 1.0, "loss/clip_fraction": 0.0}
-"""Metrics of an update that is on-policy."""
+"""Metrics and their values in an on-policy update."""
 
 
 class OnPolicy(UpdateHook):
-    """Stops the run before an update whose weights are not those that were pushed, or whose ratio is not exactly 1."""
+    """Stops the run before an update if the weights differ from the pushed weights, or if the ratio is not exactly 1."""
 
     def __init__(self) -> None:
         self._pushed: dict[str, int] = {}
 
     def attach(self, trainer: Trainer) -> None:
-        """Remember whose weights they are."""
+        """Store the trainer, whose weights are compared."""
         self._trainer = trainer
 
     def weights_pushed(self) -> None:
-        """Remember the weights, by their fingerprints."""
+        """Store the fingerprints of the pushed weights."""
         self._pushed = self._trainer.fingerprints()
 
     def check(self, metrics: Metrics) -> None:
-        """Raise a UserError, on all processes, where one of its weights has moved or the ratio is another."""
+        """Raise UserError, on all processes, if a weight has changed or the ratio is not 1."""
         self._trainer.ranks.all_do(self._check_weights)
         check_exact(metrics)
 
@@ -110,52 +110,52 @@ class OnPolicy(UpdateHook):
         moved = [name for name in self._pushed if now[name] != self._pushed[name]]
         if moved:
             raise UserError(
-                f"algorithm.on_policy: {len(moved)} of the trainer's {len(now)} weights have moved since they were pushed, such"
-                f" as {moved[0]} on rank {self._trainer.ranks.rank}; nothing was learned from this update: find out what"
+                f"algorithm.on_policy: {len(moved)} of the trainer's {len(now)} weights have changed since they were pushed,"
+                f" such as {moved[0]} on rank {self._trainer.ranks.rank}; nothing was learned from this update: find out what"
                 " changes them between the push and the update"
             )
 
 
 def check_exact(metrics: Metrics) -> None:
-    """metrics: of an update, merged over all processes. Errors: UserError."""
+    """Raise UserError if the update is not on-policy. metrics: of an update, merged over all processes."""
     for name, expected in EXACTLY.items():
         total, tokens = metrics[name].parts if name in metrics else (0.0, 0)
         if tokens and total != expected * tokens:
             raise UserError(
-                f"algorithm.on_policy: {name} of the update is {total / tokens!r}, and {expected} on-policy; nothing was"
-                " learned from it: its ratio starts from other log-probs than its own"
+                f"algorithm.on_policy: {name} of the update is {total / tokens!r}, but on-policy it is {expected}; nothing was"
+                " learned from this update: its ratio starts from other log-probs than its own"
             )
 
 
 # -- target kl -----------------------------------------------------------------------------------------------------------
-# Early stopping: no update further from the policy that a step began with than a limit (`algorithm.target_kl`).
+# Early stopping: skip updates once the policy is too far from the policy at the start of the step (`algorithm.target_kl`).
 
 
 OLD_KL = "loss/old_kl"
-"""Name of a metric: k3 estimate of KL(old policy || current one), nats per token, as an update's pass finds it."""
+"""Name of a metric: k3 estimate of KL(old policy || current policy) in an update's pass, in nats per token."""
 
 
 class TargetKL(UpdateHook):
-    """Leaves out an update whose pass finds the KL above the limit, and ends the work on its rollout batch.
+    """Skips an update if its pass measures a KL above the limit, and ends the work on its rollout batch.
 
-    The KL is that of the update's own tokens, before its step (as in OpenAI's Spinning Up and Stable-Baselines3, which stop at
-    1.5 times their target_kl; here it is the limit itself). The first update of a rollout batch is always done.
+    The KL is measured on the update's own tokens, before its step. (OpenAI's Spinning Up and Stable-Baselines3 also do this,
+    but stop at 1.5 times their target_kl; here the limit itself counts.) The first update of a rollout batch is always done.
     """
 
     def __init__(self, limit: float, updates: int) -> None:
-        """limit: nats per token. updates: of a rollout batch."""
+        """Create it. limit: in nats per token. updates: number of updates per rollout batch."""
         self.limit, self.updates = limit, updates
         self._update = 0
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Note which update of the rollout batch it is."""
+        """Note the index of the update in the rollout batch."""
         self._update, self.ends_batch = place.update, False
 
     def check(self, metrics: Metrics) -> None:
-        """Compare the KL of all processes' tokens with the limit."""
+        """Compare the KL over all processes' tokens with the limit."""
         total, tokens = metrics[OLD_KL].parts if OLD_KL in metrics else (0.0, 0)
         self.ends_batch = self._update > 0 and total > self.limit * tokens
 
     def metrics(self) -> Metrics:
-        """Return how many updates of the rollout batch are left out, this one included."""
+        """Return the number of skipped updates of the rollout batch, this one included."""
         return {"update/left_out": alike(float(self.ends_batch * (self.updates - self._update)), across="sum")}

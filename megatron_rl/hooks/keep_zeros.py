@@ -1,4 +1,4 @@
-"""Weights that are zero and stay it: a pruned model is trained on as one (model.keep_zeros)."""
+"""Keeps zero weights at zero, so that a pruned model stays pruned during training (model.keep_zeros)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class KeepZeros(UpdateHook):
-    """Leaves weights that are zero in the folder model.path without a gradient.
+    """Removes the gradient of weights that are zero in the folder model.path.
 
-    That is all: Adam's moments of such a weight are zero from the first step on, its step is 0 / (0 + eps), and weight decay
-    takes a share of 0, so that the fp32 weight, its bf16 copy, checkpoints and exports have an exact zero. The gradient goes
-    before its norm is taken, by which the others are clipped.
+    This suffices. Adam's moments of such a weight are zero from the first step on, so its step is 0 / (0 + eps), and weight
+    decay takes a share of 0. So the fp32 weight, its bf16 copy, checkpoints and exports all have an exact zero. The gradient is
+    removed before the gradient norm is computed, so it does not affect the clipping of other gradients.
     """
 
     def __init__(self, keep: bool | list[str]) -> None:
-        """keep: patterns of plain names (`models.freeze`); true: all linear layers of attention, MLPs and experts."""
+        """Create it. keep: patterns of plain names (`models.freeze`); True: linear layers of attention, MLPs and experts."""
         self.patterns = [] if isinstance(keep, bool) else keep
         self._trainer: Trainer | None = None
         self._zeros: list[tuple[str, torch.nn.Parameter, Tensor]] = []
         self._looked = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Find the zeros. Errors: UserError where there is none."""
+        """Find the zeros. Errors: UserError if there are none."""
         self._trainer = trainer
         wanted = linear_weights(Shape.from_config(trainer.model.hf_config), self.patterns)
         for named in trainer.model.parameter_names(trainer.chunks):
@@ -42,26 +42,26 @@ class KeepZeros(UpdateHook):
                     self._zeros.append((name, parameter, zero))
         if not trainer.ranks.maximum(len(self._zeros)):
             raise UserError(
-                f"config: model.keep_zeros: no weight of {trainer.model.path} is zero that it could keep; set it to false"
+                f"config: model.keep_zeros: {trainer.model.path} has no zero weights to keep; set model.keep_zeros to false"
             )
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Before the first update: what a checkpoint brought has these zeros too. Errors: UserError, on all processes."""
+        """Check before the first update that loaded weights have the same zeros. Errors: UserError, on all processes."""
         if self._looked or stage != "update" or self._trainer is None:
             return
         self._looked = True
         lost = [name for name, parameter, zero in self._zeros if (parameter.detach()[zero] != 0).any()]
         if names := [name for found in self._trainer.ranks.gather(lost[:1]) for name in found]:
             raise UserError(
-                f"config: model.keep_zeros: {names[0]} is zero in places in model.path, and not in the checkpoint, which was"
-                " trained without; start a run with another name"
+                f"config: model.keep_zeros: {names[0]} has zeros in model.path, but not in the checkpoint, which was trained"
+                " without model.keep_zeros; start a run with another name"
             )
 
     def after_reduction(self) -> None:
-        """Take the gradients away."""
+        """Remove the gradients of zero weights."""
         for _, parameter, zero in self._zeros:
             parameter.main_grad.masked_fill_(zero, 0)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
 
     def tensors(self) -> list[Tensor]:
-        """The masks, a byte for each weight."""
+        """Return the masks, which take one byte per weight."""
         return [zero for _, _, zero in self._zeros]

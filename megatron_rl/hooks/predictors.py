@@ -1,4 +1,4 @@
-"""Training of the route predictors: an Adam of their own, so that they never touch the policy's gradients or clipping."""
+"""Training of the route predictors, with an Adam of their own: the policy's gradients and clipping are not affected."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_adam(weights: Iterable[Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    """The predictors' optimizer, whose learning rate `set_lr` sets before each of its steps."""
-    # Momentum is a memory of its own, which would outlive what a predictor is to forget.
+    """Return the predictors' optimizer. `set_lr` sets its learning rate before each step."""
+    # Momentum would remember gradients for longer than predictor_decay lets a predictor remember them.
     betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
     return torch.optim.AdamW(weights, betas=betas, eps=optimizer.eps)
 
 
 def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
-    """For the next step, after one of the policy at learning rate `lr`."""
+    """Set learning rate and decay for the next step. lr: learning rate of the policy's last step."""
     for group in adam.param_groups:
         group["lr"] = lr * routing.predictor_lr_multiplier
-        # AdamW decays by their product.
+        # AdamW decays by learning rate x weight decay.
         group["weight_decay"] = routing.predictor_decay / group["lr"] if group["lr"] else 0.0
 
 
 class Predictors(UpdateHook):
-    """The predictors of this process's MoE layers: the same on all processes that hold these layers.
+    """Predictors of this process's MoE layers. All processes with these layers have the same predictors.
 
-    They learn in all but the first update of a rollout batch, before which routers have not moved. A pipeline stage without a
-    MoE layer has none.
+    They learn in every update of a rollout batch except the first, before which the routers have not changed. A pipeline stage
+    without a MoE layer has no predictors.
     """
 
     name = "predictors"
     parameters = PREDICTOR_WEIGHT
 
     def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig, updates: int) -> None:
-        """updates: of a rollout batch."""
+        """Create it. updates: number of updates per rollout batch."""
         self.config, self.optimizer, self.updates = routing, optimizer, updates
         self.served = routing.source in FROM_ENGINE
         self.weights: dict[int, torch.nn.Parameter] = {}
         self.adam: torch.optim.AdamW | None = None
         self._gradients: dict[int, Tensor] = {}
-        """[E, d] by layer, of the loss summed over the tokens of this process in the update."""
+        """Gradient [E, d] by layer of the loss, summed over this process's tokens in the update."""
         self._learning: list[PredictorGradients] = []
-        """One a micro-batch."""
+        """Observers that learn, one per micro-batch."""
         self._failed = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Give each router a predictor, and make their optimizer."""
+        """Add a predictor to each router, and make the predictors' optimizer."""
         found = dict(routers(trainer.chunks))
         for layer, router in found.items():
             router.add_predictor()
@@ -77,19 +77,19 @@ class Predictors(UpdateHook):
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
         self.group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
+        """Group over which tokens are split: data, context and (sequence-parallel) tensor ranks; experts split data ranks."""
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Forget the gradients of the last pass."""
+        """Clear the gradients of the last pass."""
         self._gradients, self._learning, self._failed = {}, [], False
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return what predicts routes in this pass, or learns to."""
+        """Return the observers that predict routes in this pass, or learn to."""
         learns, scaled = place.update > 0, self.config.predictor_horizon == "scaled"
         horizon = relative_horizon(place.update, self.updates) if scaled else 1.0
         if stage == "log_probs":
             from_engine = self.config.source in FROM_ENGINE
-            # The engine, which knows of no mini-batches, looks ahead by their mean.
+            # The engine does not know the updates, so it uses the mean horizon.
             options = {"learns": learns, "horizon": 1.0 if from_engine else horizon}
             return [PredictRoutes(table, chosen_by_engine=from_engine, **options)]
         if not (learns and self.weights):
@@ -100,21 +100,21 @@ class Predictors(UpdateHook):
         return [learning]
 
     def after_step(self, step: Step) -> None:
-        """Without a step nothing is learned: what made it fail, or be refused, may be in the routers' logits too."""
+        """Let the predictors learn if the step was taken. Else the cause of the failure may also be in the router logits."""
         if self._learning and step.done:
             tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
             self._failed = not self.learn(self._gradients, tokens, step.lr)
-        self._gradients, self._learning = {}, []  # which would keep the micro-batches
+        self._gradients, self._learning = {}, []  # else the micro-batches would stay in memory
 
     def metrics(self) -> Metrics:
         """Return whether the predictors skipped the update."""
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
 
     def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
-        """One update by the mean over the cached tokens of all processes, layer by layer.
+        """Do one update with the mean gradient over the cached tokens of all processes, layer by layer. Collective.
 
-        gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Collective.
-        Returns whether it was done: not without a cached token, nor where a gradient is not finite.
+        gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Returns False
+        if the update was skipped, because there is no cached token or a gradient is not finite.
         """
         assert self.adam is not None
         sums = [gradients.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
@@ -135,14 +135,14 @@ class Predictors(UpdateHook):
         if self.adam is not None:
             yield from (value for state in self.adam.state.values() for value in state.values())
 
-    # -- checkpoints: the weights are part of the model's state, the moments lie beside it ------------------------
+    # -- checkpoints: the weights are part of the model's state, the moments are saved beside it -------------------
 
     def progress(self) -> dict[str, int]:
-        """Return how many updates the predictors have had."""
+        """Return the number of updates of the predictors."""
         return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Adam's moments."""
+        """Return Adam's moments."""
         if self.adam is None:
             return {}
         sharded = get_param_id_to_sharded_param_map(model_state, iter(self.weights.values()))
@@ -157,7 +157,7 @@ class Predictors(UpdateHook):
         }
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
-        """Restore the moments and their step."""
+        """Restore the moments and their step count."""
         if self.adam is None:
             return
         for layer, weight in self.weights.items():

@@ -1,4 +1,4 @@
-"""The routers' balance as hooks of the trainer: how even it is, and biases that move toward it."""
+"""Router balance as hooks of the trainer: a measurement of the balance, and biases that improve it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class Utilization(UpdateHook):
-    """How evenly the experts of each layer are used; nothing of a dense model."""
+    """Measures how evenly the experts of each layer are used; does nothing for a dense model."""
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return what measures an update."""
+        """Return the observers that measure an update."""
         update = place.update + 1
         return [ExpertLoad(table, update), RouterEntropy(table, update)] if stage == "update" else []
 
 
 class ExpertBias(UpdateHook):
-    """Moves the biases of the experts' scores after each update toward even loads (`algorithms.balance.balanced_bias`).
+    """Moves the biases of the experts' scores toward even loads after each update (`algorithms.router_losses.balanced_bias`).
 
-    The loads are choices of all tokens of the update but padding, prompts included. An update that is left out moves none.
+    The loads count the choices of all tokens of the update except padding, prompts included. A skipped update moves no bias.
     """
 
     def __init__(self, rate: float) -> None:
-        """rate: model.moe_bias_update_rate, above 0."""
+        """Create it. rate: model.moe_bias_update_rate, above 0."""
         self._rate = rate
         self._biases: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
@@ -49,12 +49,12 @@ class ExpertBias(UpdateHook):
         self._counts = [router.get_buffer("local_tokens_per_expert") for router in found]
 
     def after_backward(self) -> None:
-        """Keep this process's loads, which Megatron's reduction of gradients begins anew."""
+        """Store this process's loads, because Megatron's reduction of gradients resets them."""
         if self._counts:
             self._loads = torch.stack(self._counts)
 
     def after_step(self, step: Step) -> None:
-        """Move the biases where something was learned."""
+        """Move the biases if the step was taken."""
         if not step.done or not self._biases:
             return
         group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))

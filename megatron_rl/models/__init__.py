@@ -1,6 +1,6 @@
 """Hugging Face folders as Megatron models and back, through Megatron-Bridge.
 
-`load` (build.py) is the entry; `check_parallel` (parallel_check.py) needs no Megatron and can run first.
+`load` (build.py) is the entry point. `check_parallel` (parallel_check.py) needs no Megatron and can run first.
 """
 
 from megatron_rl.platform import activate

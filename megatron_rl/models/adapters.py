@@ -1,7 +1,7 @@
-"""Low-rank adapters on a model's linear layers: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), by Megatron-Bridge's modules.
+"""Low-rank adapters on linear layers: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), with Megatron-Bridge's modules.
 
-A layer W with an adapter computes W x + alpha / r x B A x. A starts at random and B at zero, so that the model starts as it
-is. A's numbers follow from the seed and the layer's name: they are the same on every parallel layout.
+A layer W with an adapter computes W x + alpha / r x B A x. A starts with random numbers and B with zeros, so the initial model
+is unchanged. The seed and the layer's name determine the numbers in A, so they are the same on every parallel layout.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from megatron_rl.models.freeze import EXPERTS, is_target
 from megatron_rl.models.router import ReplayRouter, RouterAdapter
 
 WRAPPED = ".to_wrap."
-"""In the names of the weights that an adapter goes with."""
+"""Part of the name of each weight that has an adapter."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter of this rank: of a layer, or of one expert in a layer of grouped ones."""
+    """An adapter of this rank, for a layer or for one expert in a grouped layer."""
 
     name: str
     """Name of the layer in the whole model (`models.freeze`), without `.weight`."""
     layer: AdapterWrapper | ReplayRouter
     weight: torch.nn.Parameter
-    """[out, in] of the layer, this rank's part."""
+    """This rank's part of the layer's weight, [out, in]."""
     row: int | None = None
-    """Which of the experts whose adapters lie in one tensor."""
+    """Index of the expert, if one tensor holds the adapters of several experts."""
 
     @property
     def module(self) -> Any:
-        """Holds `linear_in` (A) and `linear_out` (B)."""
+        """Module with `linear_in` (A) and `linear_out` (B)."""
         return self.layer.adapter
 
     @property
@@ -55,46 +55,46 @@ class Adapter:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks that share it; None: it is whole."""
+        """Group of tensor-parallel ranks over which the adapter is split; None if each rank has all of it."""
         group = getattr(self.module, "tp_group", None)
         whole = isinstance(self.layer, ReplayRouter) or group is None or group.size() == 1
         return None if whole else group
 
     def down(self) -> Tensor:
-        """A [r, in], of all ranks. Collective over `group`; so is `up`."""
+        """Return A [r, in], joined over all ranks. Collective over `group`."""
         weight = self._of(self.module.linear_in.weight)
         return _join(weight, self.group, 1 if self.module.input_is_parallel else 0)
 
     def up(self) -> Tensor:
-        """B [out, r], of all ranks: their parts one behind the other."""
+        """Return B [out, r]: the parts of all ranks, concatenated. Collective over `group`."""
         return _join(self._of(self.module.linear_out.weight), self.group, 0)
 
     @property
     def is_expert(self) -> bool:
-        """True if its weights are those of an expert, of which expert-parallel ranks have others."""
+        """True if the adapter belongs to an expert. Expert-parallel ranks have different experts."""
         return EXPERTS in self.name
 
     @property
     def gated(self) -> bool:
-        """True if the layer's rows are those of a gate and, behind them, of what it gates."""
+        """True if the layer's rows are a gate followed by the part that it gates."""
         return self.name.endswith(".linear_fc1") and bool(self.module.config.gated_linear_unit)
 
     @torch.no_grad()
     def set(self, down: Tensor, up: Tensor) -> None:
-        """Change this rank's parts of A and B."""
+        """Set this rank's parts of A and B."""
         self._of(self.module.linear_in.weight).copy_(down)
         self._of(self.module.linear_out.weight).copy_(up)
 
     @property
     def magnitude(self) -> torch.nn.Parameter | None:
-        """DoRA: the length of each row [out]."""
+        """Row lengths [out] of DoRA; None for LoRA."""
         return self.module.weight_magnitude if isinstance(self.layer, DoRALinear) else None
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The layer's weight with the adapter's part in it, computed in fp32 and rounded once. Collective over `group`."""
+        """Return the layer's weight plus the adapter's part, computed in fp32 and rounded once. Collective over `group`."""
         down, up = self.down(), self.up()
-        if self.group is not None:  # this rank's columns of A, or rows of B
+        if self.group is not None:  # this rank's columns of A or rows of B
             rank, size = self.group.rank(), self.group.size()
             if self.module.input_is_parallel:
                 down = down.chunk(size, 1)[rank]
@@ -118,9 +118,9 @@ def _join(part: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
 
 
 def add_adapters(config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], *, seed: int) -> list[str]:
-    """Give a chunk's target layers their adapters; all its other weights are frozen. Returns the layers' names.
+    """Add adapters to a chunk's target layers and freeze all other weights. Return the names of these layers.
 
-    names: by the local name of each parameter its (plain) name in the whole model.
+    names: local name of each parameter -> its plain name in the whole model.
     """
     chunk.requires_grad_(False)
     options: dict[str, Any] = {"target_modules": ["*"], "dim": config.rank, "alpha": config.alpha}
@@ -149,7 +149,7 @@ def add_adapters(config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], 
 
 
 def adapters(chunk: torch.nn.Module, names: Mapping[str, str]) -> Iterator[Adapter]:
-    """The adapters of a chunk; names as of `add_adapters`, of before or after it."""
+    """Yield the adapters of a chunk. names: see `add_adapters`; from before or after the adapters were added."""
     for local, module in chunk.named_modules():
         if isinstance(module, ReplayRouter) and module.adapter is not None:
             yield Adapter(names[f"{local}.weight"].removesuffix(".weight"), module, module.weight)
@@ -165,7 +165,7 @@ def adapters(chunk: torch.nn.Module, names: Mapping[str, str]) -> Iterator[Adapt
 
 @torch.no_grad()
 def _initialize(adapter: Adapter, seed: int) -> None:
-    """A as PEFT starts it (uniform, Kaiming with a = sqrt 5), B at zero."""
+    """Initialize A like PEFT (uniform, Kaiming with a = sqrt 5) and B with zeros."""
     weight = adapter._of(adapter.module.linear_in.weight)
     group = adapter.group
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
@@ -181,7 +181,7 @@ def _initialize(adapter: Adapter, seed: int) -> None:
 
 @contextmanager
 def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the chunks compute what their frozen weights alone compute."""
+    """Turn the chunks' adapters off inside the block, so that only the frozen weights count."""
     modules = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper | RouterAdapter)]
     for module in modules:
         module.disable_adapter_layers()
@@ -193,7 +193,7 @@ def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def merged_tasks(tasks: Iterable[WeightConversionTask], found: Iterable[Adapter]) -> Iterator[WeightConversionTask]:
-    """The export tasks of a model, with the merged weight of each layer that has an adapter: one at a time.
+    """Yield the export tasks of a model one at a time, with the merged weight for each layer with an adapter.
 
     Collective over the tensor-parallel ranks.
     """

@@ -37,7 +37,7 @@ from megatron_rl.ops import sink_attention
 from megatron_rl.ops.flash import FlashImpl
 
 # -- rotary --------------------------------------------------------------------------------------------------------------
-# Rotary position embedding of packed tokens, all at once.
+# Rotary position embedding of all packed tokens at once.
 
 
 def rotate_packed(
@@ -49,12 +49,11 @@ def rotate_packed(
     mla_interleaved: bool = False,
     mscale: float = 1.0,
 ) -> torch.Tensor:
-    """Rotate each token by its position's angles; the same arithmetic as Megatron's `_apply_rotary_pos_emb_bshd`.
+    """Rotate each token by its position's angles, with the same arithmetic as Megatron's `_apply_rotary_pos_emb_bshd`.
 
-    x `[T, 1, H, D]`; angles `[S, 1, 1, R]` of positions 0..S-1, R <= D (the rest of D passes); positions `[T]`;
-    mscale is yarn's factor on cos and sin; mla_interleaved: pairs lie side by side in x (DeepSeek). Returns `[T, 1,
-    H, D]`.
-    Errors: IndexError for a position beyond S.
+    x: `[T, 1, H, D]`. angles: `[S, 1, 1, R]` of positions 0..S-1, with R <= D; the rest of D stays unchanged. positions:
+    `[T]`. mscale: yarn's factor on cos and sin. mla_interleaved: the two numbers of a pair are neighbors in x (DeepSeek).
+    Returns `[T, 1, H, D]`. Errors: IndexError for a position of S or above.
     """
     rotated = angles.shape[-1]
     x, rest = x[..., :rotated], x[..., rotated:]
@@ -75,16 +74,16 @@ _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 class CoreAttention(MegatronModule):
     """`core_attention` of a layer spec: causal attention through `ops.sink_attention`.
 
-    It replaces Megatron's `DotProductAttention`, which takes neither packed sequences nor context parallelism. The
-    parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps
-    gpt-oss's sinks to.
+    It replaces Megatron's `DotProductAttention`, which supports neither packed sequences nor context parallelism. The
+    parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name to which Megatron-Bridge maps gpt-oss's
+    sinks.
 
-    Context parallelism, by Megatron's cp_comm_type: "a2a" (or None) exchanges heads for tokens (arXiv 2309.14509), so that each
-    rank gets whole sequences for its share of the heads, and of the sinks; grouped keys and values are repeated when
-    they are fewer than the ranks. "all_gather" gathers keys and values, and each rank's queries stay where they are.
+    Megatron's cp_comm_type selects the context parallelism. "a2a" (or None) exchanges heads for tokens (arXiv 2309.14509):
+    each rank gets whole sequences for its share of the heads and sinks. If there are fewer grouped keys and values than ranks,
+    they are repeated. "all_gather" gathers keys and values, and each rank keeps its own queries.
 
-    ignore_sinks: attention as if there were no sinks, which stay where they are and get no gradient. It is for experiments:
-    what a kernel without sinks makes of gpt-oss. flash_attention: the kernel on GPUs, as in ModelConfig.
+    ignore_sinks: compute attention without sinks; the sinks stay unchanged and get no gradient. This is for experiments: it
+    shows how gpt-oss behaves with a kernel without sinks. flash_attention: the kernel on GPUs, as in ModelConfig.
     Errors: UserError for dropout, a mask that is not causal, another cp_comm_type, or heads that the ranks cannot share.
     """
 
@@ -108,7 +107,7 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.ignore_sinks, self.flash_attention = ignore_sinks, flash_attention
         if attn_mask_type not in _CAUSAL:
-            raise UserError(f"model: attention mask '{attn_mask_type.name}' is not supported, causal alone is")
+            raise UserError(f"model: attention mask '{attn_mask_type.name}' is not supported; only causal is")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
             raise UserError("model: attention dropout is not supported; set attention_dropout to 0")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -117,7 +116,7 @@ class CoreAttention(MegatronModule):
             raise UserError(f"parallel.cp_comm_type: '{cp_comm_type}' is not supported; a2a and all_gather are")
         self.gathers_keys = cp_comm_type == "all_gather"
         self.in_fp64 = False
-        """Scores, softmax and sums in fp64, inside `exact_attention`."""
+        """True inside `exact_attention`: scores, softmax and sums are in fp64."""
         self.softmax_scale = softmax_scale or 1 / math.sqrt(cast("int", k_channels or config.kv_channels))
         size, pattern = config.window_size, cast("int | list[int]", config.window_attn_skip_freq)
         windowed = size is not None and is_layer_window_attention(size, pattern, layer_number)
@@ -145,10 +144,10 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attention of query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]` of a pack: `[T, H * Dv]`.
+        """Return the attention `[T, H * Dv]` of query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]` of a pack.
 
-        Without a pack query is `[s, b, H, D]` and so on, and the result `[s, b, H * Dv]`, causal over s. attention_mask is
-        ignored: padding must be at the right end.
+        Without a pack, query is `[s, b, H, D]` and so on, and the result is `[s, b, H * Dv]`, causal over s. attention_mask is
+        ignored, so padding must be at the right end.
         """
         if attn_mask_type not in _CAUSAL or attention_bias is not None:
             raise UserError("model: attention with a bias or a mask that is not causal is not supported")
@@ -167,7 +166,7 @@ class CoreAttention(MegatronModule):
         if self.cp_group.size() == 1:
             return self._sink_attention(q, k, v, sinks, cu_seqlens=places.sequences)
         if self.gathers_keys and places.own is not None:
-            # The gradients are summed over the ranks whose queries saw the key.
+            # The gradients are summed over the ranks whose queries use the key.
             keys, values = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
             rows = places.own.rows
             borders = {"cu_seqlens": places.own.queries, "cu_seqlens_k": places.own.keys}
@@ -203,7 +202,7 @@ class CoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """The sinks, cut over the tensor-parallel ranks."""
+        """Return the sharded sinks, split over the tensor-parallel ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -217,7 +216,7 @@ class CoreAttention(MegatronModule):
 
 @contextlib.contextmanager
 def exact_attention(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Attention of these chunks in fp64 inside the block: what that of the model's dtype is compared with."""
+    """Compute attention of these chunks in fp64 inside the block, as a reference for the model's dtype."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, CoreAttention)]
     for module in modules:
         module.in_fp64 = True
@@ -229,7 +228,7 @@ def exact_attention(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """`[T, H, D]` of each rank -> `[c * T, H / c, D]`: all ranks' tokens, rank by rank, for this rank's heads."""
+    """Exchange `[T, H, D]` of each rank for `[c * T, H / c, D]`: all ranks' tokens, rank by rank, for this rank's heads."""
     context, (tokens, heads, width) = group.size(), x.shape
     x = x.view(tokens, context, heads // context, width).transpose(0, 1).contiguous()
     return all_to_all(group, x).view(context * tokens, heads // context, width)
@@ -244,7 +243,7 @@ def _tokens_for_heads(x: torch.Tensor, group: torch.distributed.ProcessGroup) ->
 class SelfAttention(MegatronSelfAttention):
     """Megatron's self-attention, with the rotary embedding of packed sequences applied to all tokens at once.
 
-    Megatron cuts the pack into its sequences and rotates them one by one: hundreds of small operations a layer.
+    Megatron splits the pack into its sequences and rotates them one by one: hundreds of small operations per layer.
     """
 
     def forward(
@@ -258,17 +257,17 @@ class SelfAttention(MegatronSelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Megatron's `Attention.forward`, which leaves the rotation of a pack to us."""
+        """Run Megatron's `Attention.forward`, but rotate packed sequences here."""
         self._rotation = None
         if packed_seq_params is not None and rotary_pos_emb is not None and not self.config.apply_rope_fusion:
-            without = cast("list[int] | None", self.config.no_rope_freq)  # a pattern is a list after __post_init__
+            without = cast("list[int] | None", self.config.no_rope_freq)  # after __post_init__, a pattern is a list
             skipped = without and without[self.layer_number - 1]
             self._rotation = None if skipped else (rotary_pos_emb, packed_seq_params)
             rotary_pos_emb = None
         try:
             return super().forward(
                 hidden_states,
-                cast("torch.Tensor", attention_mask),  # Megatron's own callers give None too
+                cast("torch.Tensor", attention_mask),  # Megatron's callers also pass None
                 key_value_states,
                 inference_context,
                 rotary_pos_emb,
@@ -282,9 +281,9 @@ class SelfAttention(MegatronSelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Query `[s, b, H, D]`, key and value `[s, b, Hkv, D]` (and a gate), in a packed pass rotated already."""
+        """Return query `[s, b, H, D]`, key and value `[s, b, Hkv, D]` (and a gate); in a packed pass, already rotated."""
         projected = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
-        query, key, *rest = cast("tuple[torch.Tensor, ...]", projected)  # split, as nobody asks for the sizes
+        query, key, *rest = cast("tuple[torch.Tensor, ...]", projected)  # split, as sizes are not requested
         if self._rotation is not None:
             rotary, packed_seq_params = self._rotation
             positions = token_places(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
@@ -299,14 +298,14 @@ class SelfAttention(MegatronSelfAttention):
 
 
 class HeadsNormSelfAttention(SelfAttention):
-    """OLMoE's attention: q_norm and k_norm run over all heads together, also where tensor parallelism splits them."""
+    """OLMoE's attention: q_norm and k_norm run over all heads together, also if tensor parallelism splits the heads."""
 
     norm: type[HeadsRMSNorm] = HeadsRMSNorm
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any):
         super().__init__(config, submodules, *args, **kwargs)
         eps, tp_group = config.layernorm_epsilon, self.pg_collection.tp
-        kv_heads = cast("int", config.num_query_groups)  # a number after __post_init__
+        kv_heads = cast("int", config.num_query_groups)  # an integer after __post_init__
         if kv_heads % tp_group.size():
             raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {kv_heads} key-value heads")
         self.q_layernorm = self.norm(config, self.query_projection_size, eps, tp_group)
@@ -314,11 +313,11 @@ class HeadsNormSelfAttention(SelfAttention):
 
 
 class MLASelfAttention(MegatronMLASelfAttention):
-    """Megatron's multi-latent attention (DeepSeek-V3), with the norms that the spec names and no others.
+    """Megatron's multi-latent attention (DeepSeek-V3), with exactly the norms that the spec names.
 
-    Megatron's own resolution puts a second norm in front of `linear_q_proj` where queries have no low-rank projection
-    (Moonlight), which the published models do not have, and finds no norm at all without Transformer Engine. The rotary
-    embedding of a packed pass is applied to all tokens at once, as in SelfAttention.
+    If queries have no low-rank projection (Moonlight), Megatron puts a second norm before `linear_q_proj`, which the published
+    models do not have. Without Transformer Engine, it finds no norm at all. As in SelfAttention, the rotary embedding of a
+    packed pass is applied to all tokens at once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -333,7 +332,7 @@ class MLASelfAttention(MegatronMLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Query, key and value by Megatron, to which a pack is shown as one sequence with angles for each token."""
+        """Return Megatron's query, key and value; it sees a pack as one sequence, with angles for each token."""
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
@@ -352,7 +351,7 @@ class MLASelfAttention(MegatronMLASelfAttention):
 
 
 class _AnglesByToken(torch.nn.Module):
-    """A rotary embedding that answers, inside `of(positions)`, with one row of angles per token."""
+    """A rotary embedding that returns one row of angles per token inside `of(positions)`."""
 
     def __init__(self, rotary: Any):
         super().__init__()
@@ -362,7 +361,7 @@ class _AnglesByToken(torch.nn.Module):
 
     @contextlib.contextmanager
     def of(self, positions: torch.Tensor) -> Iterator[None]:
-        """Answer for the tokens at `positions` [T] until the block ends."""
+        """Return angles for the tokens at `positions` [T] inside the block."""
         self._positions = positions
         try:
             yield
@@ -370,10 +369,10 @@ class _AnglesByToken(torch.nn.Module):
             self._positions = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Angles `[S, 1, 1, R]` by position, or `[T, 1, R]` by token of this rank; with yarn's mscale beside them."""
+        """Return angles by position `[S, 1, 1, R]` or by token of this rank `[T, 1, R]`; with yarn, also its mscale."""
         if self._positions is None:
             return self.rotary(*args, **kwargs)
-        answer = self.rotary(*args, **kwargs | {"packed_seq": True})  # else context parallelism takes a part of them
+        answer = self.rotary(*args, **kwargs | {"packed_seq": True})  # else context parallelism cuts the angles
         angles, *mscale = answer if isinstance(answer, tuple) else (answer,)
         angles = angles.index_select(0, self._positions).squeeze(1)
         return (angles, *mscale) if mscale else angles

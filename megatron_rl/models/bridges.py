@@ -1,7 +1,7 @@
-"""Megatron-Bridge's bridges for all families (`families`), with what our layer spec adds to them.
+"""Megatron-Bridge's bridges for all families (`families`), extended for our layer spec.
 
-Each family's bridge is subclassed and registered instead of the original, for more names of weights: our layer spec keeps
-norms apart from the linear layers behind them.
+A subclass of each family's bridge is registered instead of the original. The subclass has more names of weights, because our
+layer spec keeps norms separate from the linear layers after them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_rl.models.hf_folder import OpenFiles
 
 
 class OurSpec(MegatronModelBridge):
-    """A bridge with the names of weights under our layer spec, and with loading that misses nothing."""
+    """A bridge with the weight names of our layer spec. Its loading raises an error for every missing tensor."""
 
     EXTRA: ClassVar = {
         "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
@@ -42,8 +42,8 @@ class OurSpec(MegatronModelBridge):
     """True if the model's head is a `ValueHead`."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """The original's names, those of our norms that it lacks, and those of route predictors."""
-        # `_register` puts a family's bridge behind this class.
+        """Return the original's names, plus the names of our norms and of route predictors."""
+        # `_register` creates subclasses of this class and a family's bridge, so super() is the family's bridge.
         mappings = super().mapping_registry().get_all_mappings()  # pyright: ignore[reportAbstractUsage]
         if self.value_head:
             mappings = [AutoMapping(HEAD, SCORE) if m.megatron_param == HEAD else m for m in mappings]
@@ -57,15 +57,15 @@ class OurSpec(MegatronModelBridge):
         return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
     def build_conversion_tasks(self, *args: Any, **kwargs: Any) -> list[WeightConversionTask | None]:
-        """The original's tasks, with parameters listed anew: routers may have been given predictors since the last call."""
+        """Return the original's tasks from a new list of parameters, since routers may have got predictors in the meantime."""
         self.__dict__.pop("_cached_param_names", None)
         return super().build_conversion_tasks(*args, **kwargs)
 
     def load_into(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> Iterator[str]:
-        """Copy the folder's weights into the chunks; yields each Megatron parameter's name when it is done.
+        """Copy the folder's weights into the chunks; yield the name of each Megatron parameter when it is done.
 
-        Collective. Errors: IncompleteWeights, on all ranks alike, before anything is copied. It stands in for
-        `load_weights_hf_to_megatron`, which only warns about what is missing and keeps every expert tensor it has read.
+        Collective. Errors: IncompleteWeights, on all ranks, before anything is copied. This method replaces
+        `load_weights_hf_to_megatron`, which only warns about missing tensors and keeps every expert tensor that it has read.
         """
         tasks, weight_of = self.complete_tasks(chunks, source), Weights(self, source)
         for task in tasks:
@@ -77,13 +77,13 @@ class OurSpec(MegatronModelBridge):
         self._broadcast_shared_embeddings(chunks)
 
     def complete_tasks(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> list[WeightConversionTask]:
-        """Tasks that make each parameter from the folder's tensors.
+        """Return the tasks that make each parameter from the folder's tensors.
 
-        Collective. Errors: IncompleteWeights, on all ranks alike.
+        Collective. Errors: IncompleteWeights, on all ranks.
         """
         keys = set(source.state.source.get_all_keys())
         tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
-        if self.value_head and SCORE not in keys:  # a language model's folder: the head stays as it is
+        if self.value_head and SCORE not in keys:  # folder of a language model: the head keeps its initial weights
             tasks = [task for task in tasks if task.mapping.hf_param != SCORE]
 
         def check() -> None:
@@ -94,7 +94,7 @@ class OurSpec(MegatronModelBridge):
         return tasks
 
     def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
-        """Error message if the tensors of the files and the parameters of the model do not match one to one."""
+        """Return an error message if the tensors of the files and the parameters of the model do not match one to one."""
         tied = self._share_embeddings_and_output_weights(chunks[0].config)
         fresh = self.value_head and SCORE not in keys
         names = {
@@ -104,16 +104,16 @@ class OurSpec(MegatronModelBridge):
         }
         unmapped = sorted(names - {task.global_param_name for task in tasks})
         if unmapped:
-            return f"no rule where parameter {unmapped[0]} comes from"
+            return f"no rule says which tensor gives parameter {unmapped[0]}"
         used: set[str] = set()
         for task in tasks:
             hf_param = task.mapping.hf_param
             for name in [hf_param] if isinstance(hf_param, str) else hf_param.values():
-                parts = {name} if name in keys else {f"{name}_blocks", f"{name}_scales"}  # as MXFP4
+                parts = {name} if name in keys else {f"{name}_blocks", f"{name}_scales"}  # MXFP4
                 if not parts <= keys:
                     return f"tensor {name} is missing"
                 used |= parts
-        # Experts of other expert-parallel ranks are theirs to check.
+        # Other expert-parallel ranks check their own experts.
         used = {_EXPERT.sub(".experts.*.", name) for name in used}
         layers = cast("Any", self.hf_config).num_hidden_layers
         for name in sorted(keys):
@@ -133,20 +133,20 @@ class OurSpec(MegatronModelBridge):
 
 
 class IncompleteWeights(UserError):
-    """The safetensors files and the model do not match; the message names the tensor."""
+    """Error: the safetensors files and the model do not match. The message names the tensor."""
 
 
 class Weights:
-    """A folder's weights as parameters of this rank, one at a time."""
+    """Weights of a folder as parameters of this rank, one at a time."""
 
     def __init__(self, bridge: OurSpec, source: PreTrainedCausalLM) -> None:
         self._bridge = bridge
-        files = cast("Any", source.state.source)  # whose folder and index are those of safetensors files
+        files = cast("Any", source.state.source)  # has the folder and the index of the safetensors files
         self._tensors = fp8.Dequantized(OpenFiles(files.path, files.key_to_filename_map))
         self._recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
 
     def __call__(self, task: WeightConversionTask) -> torch.Tensor | None:
-        """The weight of a task's parameter; None where this rank has none. Collective. Errors: IncompleteWeights."""
+        """Return the weight for a task's parameter; None if this rank has none. Collective. Errors: IncompleteWeights."""
         if task.megatron_module is None or task.param_weight is None:
             return None
         key, recent = str(task.mapping.hf_param), self._recent
@@ -165,7 +165,7 @@ class Weights:
 
 ROUTER = "decoder.layers.*.mlp.router.weight"
 SCORE = "score.weight"
-"""Hugging Face's name of the head of a classifier with one label."""
+"""Hugging Face's name for the head weight of a classifier with one label."""
 
 
 def _predictor_of(router: str) -> str:
@@ -176,16 +176,16 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-AutoMapping.register_module_type("CoreAttention", "column")  # its sinks, one a head
+AutoMapping.register_module_type("CoreAttention", "column")  # sinks, one per head
 for _name in ("ReplayRouter", "RoutePredictor", "ValueHead"):
     AutoMapping.register_module_type(_name, "replicated")
 
 
 def _register(family: Family) -> None:
-    """Have Megatron-Bridge find the family's bridge, with our names, by its class in transformers."""
+    """Register our subclass of the family's bridge with Megatron-Bridge, under the family's class in transformers."""
     bridge = type(f"Our{family.architecture}", (OurSpec, family.bridge()), {})
     options = {"provider": family.provider()} if family.provider else {}
-    register: Any = MegatronModelBridge.register_bridge  # declared for instances, though it takes classes
+    register: Any = MegatronModelBridge.register_bridge  # declared for instances, but it takes classes
     source = getattr(transformers, family.architecture)
     register(source=source, target=GPTModel, model_type=family.model_type, **options)(bridge)
 
@@ -195,8 +195,8 @@ for _family in FAMILIES.values():
 
 
 def make_bridge(hf_config: transformers.PreTrainedConfig, *, value_head: bool = False) -> OurSpec:
-    """The bridge of a supported architecture (families.FAMILIES)."""
+    """Return the bridge of a supported architecture (families.FAMILIES)."""
     found = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
-    bridge = cast("OurSpec", found)  # those registered above
+    bridge = cast("OurSpec", found)  # a class that _register registered
     bridge.value_head = value_head
     return bridge

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as a Megatron model, and its weights back: `load` gives a `Model` that does both."""
+"""Builds a Megatron model from a Hugging Face folder and exports its weights: `load` returns a `Model` that does both."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ NO_ADAPTERS = LoRAConfig()
 
 @dataclass(frozen=True)
 class Model:
-    """How to build a folder's model under one parallel layout. All methods but save_hf_metadata are collective."""
+    """A folder's model under a parallel layout: settings to build the chunks. Methods are collective unless noted."""
 
     path: Path
     hf_config: PreTrainedConfig
     config: GPTModelProvider
-    """Megatron's TransformerConfig; the chunks share it."""
+    """Megatron's TransformerConfig, which the chunks share."""
     bridge: OurSpec
     recipe: PrecisionRecipe
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained (`models.freeze`)."""
     value_head: bool = False
-    """True if its head gives one number for each token, and not logits."""
+    """True if the head gives one number per token instead of logits."""
     lora: LoRAConfig = NO_ADAPTERS
-    """Adapters, with a rank above 0."""
+    """Adapter settings; a rank of 0 means no adapters."""
     seed: int = 0
-    """Seed of the adapters' initialization."""
+    """Seed for the initialization of adapters."""
     pooling: Literal["last", "mean"] = "last"
-    """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
+    """Rule that turns a reward model's numbers into a response's score. Only ours: transformers takes the last number."""
     step_separator: str | None = None
-    """Separator that ends the steps of a response that a reward model scores; None: it scores whole responses."""
+    """Separator that ends the steps of a response that a reward model scores; None if it scores whole responses."""
 
     def make_chunks(
         self, load_weights: bool = True, weights: str | Path | None = None, *, adapt: bool = True
     ) -> list[GPTModel]:
-        """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
+        """Build this rank's model chunks, one per virtual pipeline stage, without DDP. parallel_state must be initialized.
 
-        weights: another folder of the same architecture. Without load_weights the parameters are uninitialized memory.
-        adapt: give them the adapters of `lora`.
+        weights: another folder of the same architecture to load weights from. load_weights: False leaves the parameters as
+        uninitialized memory. adapt: add the adapters of `lora`.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = groups
@@ -101,7 +101,7 @@ class Model:
             self._freeze(chunks)
         if self.lora.rank and adapt:
             self._add_adapters(chunks)
-        if self.recipe.block is not None and not self.config.fp8:  # simulated
+        if self.recipe.block is not None and not self.config.fp8:  # FP8 is simulated
             from megatron_rl.models.experts import FakeQuantizer
 
             quantizer = FakeQuantizer(self.recipe.block)
@@ -110,19 +110,19 @@ class Model:
         return chunks
 
     def parameter_names(self, chunks: list[GPTModel]) -> list[dict[str, torch.nn.Parameter]]:
-        """This rank's parameters of each chunk by their plain names (`models.freeze`) in the whole model."""
+        """Return this rank's parameters of each chunk, by their plain names (`models.freeze`) in the whole model."""
         return [
             {names[local]: parameter for local, parameter in chunk.named_parameters()}
             for chunk, names in zip(chunks, self._names(chunks), strict=True)
         ]
 
     def _names(self, chunks: list[GPTModel]) -> list[dict[str, str]]:
-        """For each chunk: a parameter's local name -> its plain name; that of a layer with an adapter is as without."""
+        """Return, for each chunk, local name -> plain name; a layer with an adapter is named as without."""
         tied = self.config.share_embeddings_and_output_weights
 
         def name_of(local: str, stage: int) -> str:
             layer, of_adapter, rest = local.partition(ADAPTER)
-            # Megatron-Bridge numbers an expert's own weights alone.
+            # Megatron-Bridge only numbers an expert's own weights.
             asked = f"{layer}.weight" if of_adapter else local
             whole = plain_name(_megatron_local_name_to_global([*chunks], self.config, asked, stage), tied=tied)
             whole = whole.replace(WRAPPED, ".")
@@ -134,7 +134,7 @@ class Model:
         ]
 
     def adapters(self, chunks: list[GPTModel]) -> list[Adapter]:
-        """This rank's adapters."""
+        """Return this rank's adapters."""
         if not self.lora.rank:
             return []
         names = self._names(chunks)
@@ -150,7 +150,7 @@ class Model:
             self._load_adapters(chunks, Path(self.lora.path))
 
     def _load_adapters(self, chunks: list[GPTModel], path: Path) -> None:
-        """Start from an adapter folder. Collective. Errors: UserError where it has what the model has not."""
+        """Load adapters from a folder. Collective. Errors: UserError if the model has no adapter for a layer of the folder."""
         folder = peft_folder.read_folder(path)
         filled: list[str] = []
 
@@ -165,11 +165,11 @@ class Model:
         dist.all_gather_object(everyones, taken)
         if left := sorted(folder.layers.keys() - {layer for layers in everyones for layer in layers}):
             raise UserError(
-                f"config: lora.path = {path}: has an adapter of {left[0]}, and lora.targets none; add its layer there"
+                f"config: lora.path = {path}: has an adapter for {left[0]}, but lora.targets does not; add its layer there"
             )
 
     def _begin_graph(self, chunk: GPTModel, names: Set[str]) -> None:
-        """Make a frozen embedding's output require gradients, as recomputed layers need of their input."""
+        """Make a frozen embedding's output require gradients, because recomputed layers need inputs with gradients."""
         if self.config.recompute_granularity and EMBEDDING in names and chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
 
@@ -185,24 +185,24 @@ class Model:
             self._begin_graph(chunk, names.keys())
 
     def load_hf_weights(self, chunks: list[GPTModel], path: str | Path | None = None) -> None:
-        """Read the folder's safetensors into the chunks. Errors: UserError naming the file or tensor, on all ranks."""
+        """Read the folder's safetensors into the chunks. Errors: UserError that names the file or tensor, on all ranks."""
         for _ in self.iter_load(chunks, path):
             pass
 
     def iter_load(self, chunks: list[GPTModel], path: str | Path | None = None) -> Iterator[str]:
-        """Do as load_hf_weights, and yield each Megatron parameter's name when it is loaded."""
+        """Load as in load_hf_weights, and yield each Megatron parameter's name when it is loaded."""
         folder = self.path if path is None else Path(path)
         if path is not None and architecture(read_hf_config(folder)) != architecture(self.hf_config):
-            raise UserError(f"model folder {folder}: not of the architecture of {self.path}")
+            raise UserError(f"model folder {folder}: does not have the architecture of {self.path}")
         with _naming(folder):
             yield from self.bridge.load_into(chunks, self._files(folder))
 
     def reader(
         self, chunks: list[GPTModel]
     ) -> tuple[list[WeightConversionTask], Callable[[WeightConversionTask], torch.Tensor | None]]:
-        """Tasks that make each parameter of the folder's tensors, and what does it for one, for who has no memory for all.
+        """Return the tasks that make each parameter from the folder's tensors, and a function that makes one parameter.
 
-        Errors: UserError as in load_hf_weights, of what does it too.
+        For callers that have not enough memory for all parameters. Errors: UserError as in load_hf_weights; the function too.
         """
         files = self._files(self.path)
         with _naming(self.path):
@@ -217,19 +217,19 @@ class Model:
     def _files(self, folder: Path) -> PreTrainedCausalLM:
         check_weight_files(folder)
         source = PreTrainedCausalLM.from_pretrained(folder, trust_remote_code=False)
-        source.config = cast("Any", self.hf_config)  # declared as AutoConfig, which no config is
+        source.config = cast("Any", self.hf_config)  # declared as AutoConfig, but no config is one
         return source
 
     def export_plan(self, chunks: list[GPTModel], *, foreign: bool = False) -> list[WeightConversionTask]:
-        """The parameters that make each Hugging Face tensor: the same for every export of these chunks.
+        """Return the tasks that make each Hugging Face tensor from parameters; the same for every export of these chunks.
 
-        foreign: include those of route predictors, which are no part of the architecture and go to an engine that has them.
+        foreign: include route predictors, which are not a part of the architecture, for an engine that has predictors.
         """
         tasks = cast("list[WeightConversionTask]", self.bridge.build_conversion_tasks(self.hf_config, chunks))
         return [task for task in tasks if foreign or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
     def merged(self, chunks: list[GPTModel], plan: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
-        """The plan's tasks one after the other, adapters being part of the weights. Collective."""
+        """Yield the plan's tasks one by one, with adapters merged into the weights. Collective."""
         return merged_tasks(plan, self.adapters(chunks))
 
     @torch.no_grad()
@@ -238,13 +238,13 @@ class Model:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
 
-        A tensor may share memory with a parameter: use or copy it before the next optimizer step.
-        plan: the answer of export_plan, to make it once for many exports; or its tasks with weights of their own.
+        A tensor may share memory with a parameter: use or copy the tensor before the next optimizer step.
+        plan: result of export_plan, to compute it only once for many exports; or its tasks with other weights.
         """
         vocab = self.hf_config.vocab_size
         exported = self.bridge.stream_weights_megatron_to_hf(
             chunks,
-            SimpleNamespace(config=self.hf_config),  # no files: tensors are exported as the model has them
+            SimpleNamespace(config=self.hf_config),  # no files: the model's own dtypes are exported
             cpu=False,
             show_progress=False,
             conversion_tasks=cast("Any", self.merged(chunks, plan or self.export_plan(chunks))),
@@ -252,7 +252,7 @@ class Model:
         )
         for name, tensor in exported:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                tensor = tensor[:vocab]  # without the rows that pad the vocabulary to the tensor-parallel size
+                tensor = tensor[:vocab]  # drop the rows that pad the vocabulary for tensor parallelism
             yield name, tensor
 
     def save_hf_metadata(self, out_dir: str | Path) -> None:
@@ -266,15 +266,15 @@ class Model:
         pad, ends = (getattr(self.hf_config, f"{which}_token_id", None) for which in ("pad", "eos"))
         if pad is not None and pad in (ends if isinstance(ends, list) else [ends]) and self.pooling == "last":
             logging.getLogger(__name__).warning(
-                f"{self.path}: pad_token_id is an end-of-sequence token, which transformers' classifiers therefore pass over:"
-                " they read the state before it, where this model's score is behind it; SGLang and megatron_rl read that"
+                f"{self.path}: pad_token_id is an end-of-sequence token, so transformers' classifiers skip it and read the"
+                " score before it. This model's score is after it; SGLang and megatron_rl read it there"
             )
-        label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
+        label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts the labels
         learned = {"reward_pooling": self.pooling, "reward_step_separator": self.step_separator}
         return {"architectures": [name], "tie_word_embeddings": False, **learned, **label}
 
     def gather_adapters(self, chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
-        """All adapters in PEFT's format, on rank 0; a value head is with them. Collective."""
+        """Return all adapters in PEFT's format, and the value head if there is one, on rank 0. Collective."""
         found = peft_folder.gather(self.adapters(chunks))
         tensors = peft_folder.to_peft(found, self.bridge.mapping_registry(), self.config)
         if self.value_head:
@@ -286,7 +286,7 @@ class Model:
         return tensors
 
     def write_adapters(self, tensors: dict[str, torch.Tensor], out: Path) -> None:
-        """Write the answer of gather_adapters as a folder. Not collective. Errors: OSError."""
+        """Write the result of gather_adapters as a folder. Not collective. Errors: OSError."""
         peft_folder.write_folder(out, tensors, self.lora, self.path)
 
     def save_hf(
@@ -299,11 +299,11 @@ class Model:
         plan: Iterable[WeightConversionTask] | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a Hugging Face folder (rank 0 does) that appears under its name only when it is complete.
+        """Write a Hugging Face folder on rank 0. The folder gets its final name only when it is complete.
 
-        wrap: put around the stream of tensors, for a progress line. complete: called last, with the folder. plan: as in
-        export_hf_weights. shard_bytes: most bytes of a file, which is held in memory until it is full.
-        Errors: UserError on all ranks when the disk is full or the folder cannot be written.
+        wrap: wraps the stream of tensors, for example for a progress line. complete: called last, with the folder. plan: as in
+        export_hf_weights. shard_bytes: largest size of a file in bytes; a file is held in memory until it is full.
+        Errors: UserError on all ranks if the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
         tensors = wrap(self.export_hf_weights(chunks, plan))
@@ -317,7 +317,7 @@ class Model:
                     write_weights(partial, tensors, shard_bytes)
                     complete(partial)
             finally:
-                for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
+                for _ in tensors:  # for the other ranks, and for the rest on rank 0 after an error
                     pass
 
         together(save)
@@ -344,30 +344,32 @@ def load(
     plain: bool = False,
     identical: bool = False,
 ) -> Model:
-    """Read a folder's config.json and set up Megatron for it; builds nothing yet.
+    """Read a folder's config.json and set up Megatron for it. This function builds no model yet.
 
-    precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
-    experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
-    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks,
-    flash_attention: as in ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a
-    classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without
-    Transformer Engine's, whose inputs can be looked at, also where it is, as always in fp32; FP8 is then simulated, or bf16
-    where it cannot be (fp8_delayed, mxfp8).
-    identical: batch-invariant layers, as the engine's.
+    precision: a recipe in `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: use Transformer Engine's
+    kernels, if installed, to send tokens to their experts and back; turn it off for callers that follow each token's rows.
+    freeze: patterns of parameters that are not trained. lora: adapters, initialized with `seed`. attention_sinks,
+    flash_attention: as in ModelConfig. value_head: compute one number per token instead of logits, with the folder's own head
+    (a classifier's) or, for a language model, with a new head that starts at zero. pooling: as in RewardModelConfig.
+
+    plain: use layers without Transformer Engine, so that their inputs can be observed; always the case in fp32. FP8 is then
+    simulated; recipes without a simulation (fp8_delayed, mxfp8) run in bf16. identical: use batch-invariant layers, like the
+    engine.
+
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
-    asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
+    asked = PrecisionConfig(train=cast("Any", precision))  # which validates it
     check_precision(asked, this_machine(), rolls_out=False)
     hf_config = read_hf_config(hf_path)
     method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
     if method in ("modelopt", "compressed-tensors"):
         raise UserError(
-            f"model folder {hf_path}: is quantized ({method}), for serving; train and convert the plain weights that it"
-            " was made from"
+            f"model folder {hf_path}: is quantized ({method}), for serving; use the unquantized weights that it was made from"
+            " for training and conversion"
         )
     if is_classifier(hf_config) and not value_head:
         raise UserError(
-            f"model folder {hf_path}: has a head of one number, as reward models and critics do, and none over the"
+            f"model folder {hf_path}: has a head with one number, like a reward model or critic, and no head over the"
             " vocabulary; give the folder of a language model"
         )
     plain = plain or TRAIN[precision].dtype == torch.float32  # Transformer Engine multiplies fp32 as TF32
@@ -381,7 +383,7 @@ def load(
     spec_options["norms_over_all_heads"] = family_of(hf_config).qk_norm == "heads"
     if identical:
         spec_options["rotary"] = set_batch_invariant(config, hf_config)
-    if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others
+    if attention_sinks == "ignored":  # sinks get no gradient, and DDP would wait for them
         spec_options["ignore_sinks"] = True
         freeze = [*freeze, SINKS]
     config.transformer_layer_spec = partial(layer_spec, **spec_options)
@@ -396,7 +398,7 @@ def load(
         config.finalize()
     except (ValueError, AssertionError) as error:
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
-    # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
+    # Set after finalize, which refuses it with the allgather dispatcher. Packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
     return Model(
         Path(hf_path),
@@ -434,7 +436,7 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
     config.cp_comm_type = parallel.cp_comm_type
     config.expert_model_parallel_size = parallel.expert
     config.expert_tensor_parallel_size = expert_tensor_size(parallel)
-    if parallel.virtual_pipeline > 1:  # batched p2p mixes up the interleaved schedule's messages on gloo
+    if parallel.virtual_pipeline > 1:  # with gloo, batched p2p mixes up the interleaved schedule's messages
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
 
 
@@ -447,19 +449,19 @@ def _set_kernels(
     fast = gpu and not plain
     if recipe.fp8_recipe and fast and not HAVE_TE:
         raise UserError(
-            "config: precision.train: Transformer Engine is installed and cannot be imported; its own error is that of"
+            "config: precision.train: Transformer Engine is installed but cannot be imported; see the error of"
             " python -c 'import transformer_engine.pytorch'"
         )
-    if recipe.fp8_recipe and fast:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
+    if recipe.fp8_recipe and fast:  # parameters stay bf16; only the products are FP8
         config.fp8, config.fp8_recipe = recipe.fp8, cast("Any", recipe.fp8_recipe)
     config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu and not plain else "local"
     config.use_cpu_initialization = not gpu
-    # Transformer Engine's layers need no more than themselves for it, but Megatron's own output layer wants Apex's kernel.
+    # Transformer Engine's layers need nothing else for this, but Megatron's own output layer needs Apex's kernel.
     config.gradient_accumulation_fusion = gpu and layers._grad_accum_fusion_available
     config.bias_activation_fusion = config.bias_dropout_fusion = gpu
     config.masked_softmax_fusion = config.persist_layer_norm = config.apply_rope_fusion = False
-    config.cross_entropy_loss_fusion = False  # log-probs are computed by our own head
+    config.cross_entropy_loss_fusion = False  # our own head computes log-probs
     config.recompute_granularity = None if recompute == "none" else recompute
     if recompute == "full":
         config.recompute_method, config.recompute_num_layers = "uniform", 1
@@ -482,8 +484,8 @@ def _set_experts(
     config.moe_router_dtype = "fp32"
     config.moe_router_fusion = router_fusion
     config.moe_shared_expert_overlap = False
-    # All experts of a rank in one kernel, instead of one after another. In FP8 it pads each expert's tokens itself, so that
-    # the router's own padding (moe_router_padding_for_quantization), which would add tokens to routes, stays off.
+    # All experts of a rank run in one kernel. In FP8, this kernel pads each expert's tokens itself. So the router's own padding
+    # (moe_router_padding_for_quantization), which would add tokens to routes, stays off.
     config.moe_grouped_gemm = config.transformer_impl == "transformer_engine"
     config.moe_permute_fusion = config.moe_grouped_gemm and permute_fusion
     if config.add_bias_linear:  # gpt-oss: grouped experts refuse it

@@ -1,7 +1,8 @@
-"""Read a checkpoint of torch.distributed.checkpoint that somebody else may have written: nothing in it is executed.
+"""Reader for torch.distributed.checkpoint folders that may come from somebody else: no code in the files is run.
 
-Its `.metadata` is a pickle, which torch loads whatever it calls, and so is each object among the tensors. Here the first may
-name the classes of which metadata consist and nothing else, and the others are read as torch reads weights alone.
+The file `.metadata` is a pickle, and torch runs whatever it calls. The same holds for each object that is saved with the
+tensors. Here `.metadata` may only name the classes that metadata consists of, and objects are read like torch.load with
+weights_only.
 """
 
 from __future__ import annotations
@@ -54,36 +55,36 @@ _CLASSES = {
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
 }
-"""All that torch's and Megatron's writers put into metadata, beside dtypes."""
+"""Everything except dtypes that torch's and Megatron's writers put into metadata."""
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader of a checkpoint's folder, for one that is not trusted.
+    """torch's reader of a checkpoint folder, for checkpoints that are not trusted.
 
-    Errors: CheckpointingException naming the file, for a pickle of anything but metadata or plain data, and for metadata that
-    name files outside of the folder.
+    Errors: CheckpointingException that names the file, if a pickle holds anything but metadata or plain data, or if the
+    metadata names files outside of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
-        # Here, as torch logs an error of `read_metadata` with its traceback, and looks for metadata of each rank instead.
+        # Read here, because torch logs errors of `read_metadata` with a traceback and then tries per-rank metadata.
         self._metadata = _read_metadata(Path(folder) / ".metadata")
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's contents, and their places."""
+        """Return the metadata: the checkpoint's contents and their positions in the files."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for. Errors: as the class has them; OSError."""
-        assert isinstance(planner, DefaultLoadPlanner)  # Megatron's is one, too
-        planner.load_bytes = functools.partial(self._load_object, planner)  # torch's would call what the pickle names
+        """Read what the plan asks for. Errors: see the class; OSError."""
+        assert isinstance(planner, DefaultLoadPlanner)  # Megatron's planner is a subclass
+        planner.load_bytes = functools.partial(self._load_object, planner)  # torch's own would run the pickle
         return super().read_data(plan, planner)
 
     def _load_object(self, planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             found = torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as error:  # as above
+        except Exception as error:  # pickles can raise any type of error
             file = self.storage_data[read_item.storage_index].relative_path
             raise CheckpointingException(
                 f"{file} cannot be read: {read_item.storage_index.fqn}: {_why(error)}"
@@ -96,9 +97,9 @@ class CheckpointReader(FileSystemReader):
 
 @contextlib.contextmanager
 def untrusted() -> Iterator[None]:
-    """Have Megatron's dist_checkpointing read by `CheckpointReader`; it has no argument for a reader.
+    """Let Megatron's dist_checkpointing read through `CheckpointReader`. It has no argument for a reader.
 
-    Errors: CheckpointingException naming the file, in place of torch's, which have tracebacks.
+    Errors: CheckpointingException that names the file, instead of torch's errors with tracebacks.
     """
 
     def reader(folder: str | Path, *_: Any, **__: Any) -> CheckpointReader:
@@ -110,16 +111,16 @@ def untrusted() -> Iterator[None]:
     ):
         try:
             yield
-        except CheckpointException as error:  # by rank; each reads alone
+        except CheckpointException as error:  # by rank; each rank reads on its own
             raise CheckpointingException(one_line(next(iter(error.failures.values()))[0])) from None
         except pickle.UnpicklingError as error:
             raise CheckpointingException(f"{COMMON_STATE_FNAME} cannot be read: {_why(error)}") from None
-        except (AttributeError, TypeError, RecursionError) as error:  # Megatron takes what their JSON has as it is
+        except (AttributeError, TypeError, RecursionError) as error:  # Megatron does not validate their JSON
             raise CheckpointingException(f"metadata.json or integrity.json cannot be read: {one_line(error)}") from None
 
 
 def _why(error: Exception) -> str:
-    """The reason without torch's advice how to load it nevertheless."""
+    """Return the error's reason without torch's advice on loading the file anyway."""
     return one_line(str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0])
 
 
@@ -134,7 +135,7 @@ def _read_metadata(path: Path) -> Metadata:
                 raise pickle.UnpicklingError("names a file outside of the checkpoint")
     except OSError:
         raise
-    except Exception as error:  # a broken pickle raises of any kind
+    except Exception as error:  # a broken pickle can raise any type of error
         raise CheckpointingException(f"{path.name} cannot be read: {one_line(error)}") from None
     return metadata
 
@@ -144,5 +145,5 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"names {module}.{name}, which is no part of a checkpoint's metadata and may be code of whoever wrote it"
+            f"names {module}.{name}, which does not belong into a checkpoint's metadata and may run code of its writer"
         )

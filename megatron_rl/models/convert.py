@@ -1,9 +1,10 @@
 """Hugging Face safetensors <-> Megatron distributed checkpoint, bit-exact, under any parallel layout on either side.
 
-A Megatron checkpoint here is a folder of torch.distributed.checkpoint files with an `hf/` folder beside them
-(config.json and the tokenizer); the trainer's own checkpoints are of this form. Weights stream. One process without a GPU
-holds some tensors at a time, whatever the model's size (`stream.py`); several hold each its share of the model, and besides it
-one tensor. Rank 0 of `megatron_to_hf` holds one output file's worth. What was written is read again and its checksums compared.
+A Megatron checkpoint here is a folder of torch.distributed.checkpoint files and a folder `hf/` with config.json and the
+tokenizer. The trainer's own checkpoints have this form. Weights are streamed. A single process without a GPU holds only some
+tensors at a time, whatever the model's size (`streamed_convert.py`). With several processes, each holds its share of the model
+plus one tensor. Rank 0 of `megatron_to_hf` holds the tensors of one output file. The result is read again, and its checksums
+are compared.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ def convert(
     base: Path | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Convert in the direction that `source` asks for; returns `out`. Every rank calls (torchrun, or one process).
+    """Convert in the direction that follows from `source`; return `out`. Every rank calls it (torchrun, or one process).
 
-    quantize: write a Hugging Face folder of block FP8 weights, from either kind of source. A source of adapters, in PEFT's
-    format or a checkpoint, becomes the whole model of folder `base` (by default the one that they were trained on), with them
-    in its weights; or with `adapter` a folder in PEFT's format.
-    Errors: UserError when source is neither a Hugging Face folder nor a checkpoint, or out exists.
+    quantize: write a Hugging Face folder with block FP8 weights; works for both kinds of source. A source can also hold
+    adapters, as a folder in PEFT's format or a checkpoint. They are merged into the weights of folder `base` (by default, the
+    model that they were trained on). With `adapter`, the result is a folder in PEFT's format instead.
+    Errors: UserError if source is neither a Hugging Face folder nor a checkpoint, or if out exists.
     """
     if out.exists():
         raise UserError(f"convert: {out} exists; remove it or choose another folder")
@@ -72,7 +73,7 @@ def convert(
         return _convert_adapters(source, adapters, out, quantize, base, adapter=adapter)
     if base or adapter:
         raise UserError(
-            f"convert: {'--base' if base else '--adapter'} is of adapters, and {source} has none; leave it out"
+            f"convert: {'--base' if base else '--adapter'} is only for adapters, but {source} has none; leave it out"
         )
     if (source / "hf" / "config.json").is_file():
         return megatron_to_hf(source, out, parallel, quantize)
@@ -88,10 +89,10 @@ def convert(
 def _convert_adapters(
     source: Path, adapters: Path, out: Path, quantize: str | None, base: Path | None, *, adapter: bool
 ) -> Path:
-    """Rank 0 converts all: there is nothing to compute but sums."""
+    """Convert on rank 0 only, because merging needs little work."""
     if quantize:
         raise UserError(
-            f"convert: {source} has adapters; write the whole model first, then convert that with --quantize"
+            f"convert: {source} has adapters; write the whole model first, then convert the result with --quantize"
         )
     if int(os.environ.get("RANK", "0")):
         return out
@@ -135,9 +136,9 @@ def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelCo
 def megatron_to_hf(
     checkpoint_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig, quantize: Literal["fp8"] | None = None
 ) -> Path:
-    """Write a checkpoint's weights as a Hugging Face folder. `parallel` is how the model is spread while converting.
+    """Write a checkpoint's weights as a Hugging Face folder. parallel: layout of the model during the conversion.
 
-    Errors: UserError naming a tensor that cannot be quantized so that SGLang loads it.
+    Errors: UserError that names a tensor for which SGLang cannot load the quantized form.
     """
     checkpoint, out = Path(checkpoint_dir), Path(out_dir)
     if quantize:
@@ -171,9 +172,9 @@ def megatron_to_hf(
 
 
 def quantize_folder(hf_dir: Path, out: Path) -> Path:
-    """Write a Hugging Face folder's weights in block FP8: one tensor after the other, by rank 0 of all.
+    """Write a Hugging Face folder's weights in block FP8, tensor by tensor, on rank 0.
 
-    Errors: UserError naming the tensor that SGLang would refuse, or a folder that is quantized already.
+    Errors: UserError that names the tensor that SGLang would refuse, or a folder that is quantized already.
     """
     if int(os.environ.get("RANK", "0")):
         return out
@@ -194,7 +195,7 @@ def quantize_folder(hf_dir: Path, out: Path) -> Path:
 
 
 def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) -> None:
-    """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
+    """Load weights from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign checkpoint."""
     with _readable(checkpoint):
         loaded = read(without_extra_state(_sharded_state(chunks)), checkpoint)
     for key, chunk in _named(chunks):
@@ -204,7 +205,7 @@ def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) 
 def _checkpoint_tasks(
     chunks: Sequence[MegatronModule], checkpoint: Path, tasks: Iterable[WeightConversionTask]
 ) -> Iterator[WeightConversionTask]:
-    """The tasks of one process with weights of a checkpoint, some at a time. Errors: as load_checkpoint_weights."""
+    """Yield one process's tasks with weights from a checkpoint, some at a time. Errors: as load_checkpoint_weights."""
 
     def read_part(part: dict[str, Any]) -> dict[str, Any]:
         with _readable(checkpoint):
@@ -224,7 +225,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 
 def _streams() -> bool:
-    """True if weights go through this process some at a time: it is alone, so that no tensor needs two of them at once."""
+    """Return True if weights are streamed through this process: it is the only one, so no task needs remote tensors."""
     return dist.get_world_size() == 1 and not torch.cuda.is_available()
 
 
@@ -236,7 +237,7 @@ def _named_tensors(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, torc
 
 
 def _tell_verified(out: Path, checksums: Checksums) -> None:
-    """Say on rank 0 that what it and the others wrote is there. Collective."""
+    """Print on rank 0 that the files of all ranks were verified. Collective."""
     everyones = [checksums] * dist.get_world_size()
     dist.all_gather_object(everyones, checksums)
     if dist.get_rank() == 0:
@@ -245,7 +246,7 @@ def _tell_verified(out: Path, checksums: Checksums) -> None:
 
 
 def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
-    """The model with weights of the dtype that config.json names, so that nothing is rounded."""
+    """Return the model with weights in the dtype of config.json, so that nothing is rounded."""
     hf_config = read_hf_config(hf_dir)
     dtype = cast("torch.dtype | None", hf_config.dtype)  # transformers turns a name into a dtype
     precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype or torch.float32)
@@ -269,7 +270,7 @@ def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModu
 
 
 def _sharded_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
-    # A copy: Megatron puts the current process groups into it.
+    # Megatron adds the current process groups to this dict, so each call gets a copy.
     return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _named(chunks)}
 
 
@@ -304,7 +305,7 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _finished_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it takes its name when all ranks are done. Errors: UserError on all ranks if one failed."""
+    """Yield a folder to fill; rename it when all ranks are done. Errors: UserError on all ranks if one failed."""
     partial = out.with_name(out.name + ".partial")
     main = dist.get_rank() == 0
 
@@ -328,12 +329,12 @@ def _finished_folder(out: Path) -> Iterator[Path]:
         _write_together(out, (lambda: partial.rename(out)) if main else None)
     except UserError:
         if main:
-            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full of it
+            shutil.rmtree(partial, ignore_errors=True)  # it may have filled the disk
         raise
 
 
 def _write_together(out: Path, work: Callable[[], object] | None) -> None:
-    """`together`, with one line for a disk that is full or cannot be written."""
+    """Call `together`, and report a full or unwritable disk in one line."""
 
     def named() -> None:
         try:

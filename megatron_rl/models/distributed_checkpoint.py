@@ -1,7 +1,6 @@
-"""Fully parallel dist_checkpointing: each data-parallel rank writes and reads its share of the tensors that all hold.
+"""Fully parallel dist_checkpointing: each data-parallel rank writes and reads a share of the tensors that all of them hold.
 
-Nothing is copied on the host but what a background write needs, no second process is started, and there is one reason when
-it fails.
+Only a background write copies tensors on the host. No second process is started. A failure reports a single reason.
 """
 
 from __future__ import annotations
@@ -42,45 +41,46 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.parallel_check import one_line
 
-logging.getLogger(filesystem_async.__name__).setLevel(logging.CRITICAL)  # it logs what it raises
+logging.getLogger(filesystem_async.__name__).setLevel(logging.CRITICAL)  # it logs the errors that it raises
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write(state: dict[str, Any], folder: Path, source: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Write a sharded state dict into an existing folder (all ranks call), as `Write` does.
+    """Write a sharded state dict into an existing folder, like `Write`. All ranks call this function.
 
-    Errors: OSError with the reason as strerror; UserError of the source.
+    Errors: OSError with the reason as strerror; UserError from `source`.
     """
     Write(state, folder, source=source).finish()
 
 
 def read(state: dict[str, Any], folder: Path, *, part: bool = False) -> dict[str, Any]:
-    """Load into a sharded state dict, after its files were compared with the manifest (all ranks call). Runs nothing of them.
+    """Load into a sharded state dict and return it. All ranks call this function. No code from the files is run.
 
-    part: the state is a part of what the folder has, of which all are read from files that are compared already.
-    Errors: those of dist_checkpointing.load.
+    The files are first compared with the manifest. part: the state is only a part of the folder's state, and the caller has
+    verified the files already. Errors: the errors of dist_checkpointing.load.
     """
     strategy: Any = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     with untrusted():
         loaded = dist_checkpointing.load(
             state, str(folder), sharded_strategy=strategy, verify_integrity=not part, validate_access_integrity=not part
         )
-    return cast("dict[str, Any]", loaded)  # alone, as missing keys are not asked for
+    return cast("dict[str, Any]", loaded)  # load returns the state alone, as no missing keys are requested
 
 
 def verify_files(folder: Path) -> None:
-    """Compare all files with the manifest (all ranks call). Errors: CheckpointingException."""
+    """Compare all files with the manifest. All ranks call this function. Errors: CheckpointingException."""
     with untrusted():
         verify_integrity_manifest(str(folder))
 
 
 class Write:
-    """A write under way. Every rank makes one, which plans and begins it; `finish` completes the folder.
+    """A write in progress. Every rank creates one, which plans and starts the write; `finish` completes the folder.
 
-    background: the files are written in a thread, from a copy on the host: the state may change meanwhile.
-    source: called for each tensor of the state on the host when its turn comes; what it returns, of the same shape and dtype,
-    is written in its place, and freed. So the state may be memory that nothing has touched. For one process.
-    Errors: OSError with the reason as strerror, here for a plan that failed; UserError of the source.
+    background: write the files in a thread from a copy on the host, so that the state may change meanwhile.
+    source: function that gets each tensor of the state on the host when it is about to be written. It returns a tensor of the
+    same shape and dtype, which is written instead and then freed. So the state may be memory that was never touched. Only for
+    a single process.
+    Errors: OSError with the reason as strerror, raised here if the plan fails; UserError from `source`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Write:
         self._hashes: dict[str, str] = {}
         self._problem: str | None = None
         self._refused: UserError | None = None
-        # Megatron would start a second process to hold the queue of results: 0.6 GB each rank, and left behind when the
-        # trainer is killed.
+        # Megatron would start a second process for the queue of results. It takes 0.6 GB per rank, and stays when the trainer
+        # is killed.
         filesystem_async._results_queue = queue.Queue()
         apply_factories(state)
         for part in nested_values(state):
@@ -109,7 +109,7 @@ class Write:
             )
             self._arguments = list(request.async_fn_args)
             if request.preload_fn is not None:
-                self._arguments[1] = request.preload_fn()  # from the GPUs
+                self._arguments[1] = request.preload_fn()  # copies from the GPUs
             if source is not None:
                 self._arguments[1] = [
                     (path, key, (objects, self._sourced(tensors, source)))
@@ -125,11 +125,11 @@ class Write:
             self._run()
 
     def written(self) -> bool:
-        """True if this rank's files are written, or failed to be."""
+        """Return True if this rank has written its files or failed to."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Complete the folder when `written` is true on all ranks (all call). Errors: OSError, on every rank."""
+        """Complete the folder once `written` is True on all ranks. All ranks call this. Errors: OSError, on every rank."""
         reports: list[tuple[dict[str, str], str | None]] = [({}, None)] * dist.get_world_size()
         dist.all_gather_object(reports, (self._hashes, self._problem))
         if self._refused:
@@ -149,11 +149,11 @@ class Write:
             raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
 
     def _sourced(self, items: Iterable[tuple[Any, Tensor]], source: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        """The items that Megatron's writer goes through once, with the source's tensors."""
+        """Yield the items for Megatron's writer, which reads them once, with the source's tensors."""
         try:
             for item, tensor in items:
                 yield item, source(tensor)
-        except UserError as error:  # of which the writer would keep the text alone
+        except UserError as error:  # the writer would keep only the error's text
             self._refused = error
             raise
 
@@ -163,14 +163,14 @@ class Write:
         paths = [Path(path) for path, *_ in self._arguments[1]]
         try:
             self._work(*self._arguments)
-            self._arguments = []  # gives the copy back
-            # As far as the disk is not full; Megatron's finalization says if it was.
+            self._arguments = []  # frees the copy
+            # A full disk leaves files out; Megatron's finalization reports this.
             self._hashes = {path.name: _compute_file_hash(str(path)) for path in paths if path.exists()}
         except Exception as error:
             self._problem = one_line(error)
 
     def _write_manifest(self, hashes: dict[str, str]) -> str | None:
-        """Megatron's manifest, from hashes that each rank took of its own files. Returns why it could not be written."""
+        """Write Megatron's manifest from the hashes that each rank computed for its files. Return the error's text, or None."""
         try:
             others = [path for path in sorted(self._folder.iterdir()) if path.is_file() and path.name not in hashes]
             hashes |= {path.name: _compute_file_hash(str(path)) for path in others}
@@ -182,14 +182,14 @@ class Write:
 
 
 def _replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same tensors, and share their writing and reading."""
+    """Return the group of ranks that hold the same tensors and divide their writing and reading."""
     return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
-    """A tensor that Megatron's writer takes without a copy: on the host it must fill its storage.
+    """Return a tensor that Megatron's writer does not copy: a host tensor has to fill its storage.
 
-    copy: make a copy of a tensor on the host. The writer itself copies one on a GPU to the host.
+    copy: copy a host tensor. The writer itself copies GPU tensors to the host.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -203,26 +203,25 @@ def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
 
 
 def _why(error: BaseException, folder: Path) -> str:
-    """The reason of a failed write on one line. Megatron's writers report a full disk as an error of any kind."""
+    """Return the reason of a failed write in one line. Megatron's writers report a full disk as errors of many types."""
     if shutil.disk_usage(folder).free < 1 << 20:
         return os.strerror(errno.ENOSPC)
-    if isinstance(error, CheckpointException):  # by rank, each with its traceback; told to the first alone
+    if isinstance(error, CheckpointException):  # by rank, with tracebacks; the first suffices
         return one_line(next(iter(error.failures.values()), ["another process failed"])[0])
     return one_line(error)
 
 
 # -- extra state ---------------------------------------------------------------------------------------------------------
-# Checkpoints are read without what layers store beside their weights, and so fit Transformer Engine's layers and local ones.
-# Local layers have nothing. Transformer Engine's have objects by names that local layers lack, and with delayed scaling these
-# are
-# pickles, which they refuse to load; `delayed_scaling` keeps their contents.
+# Extra state of layers is not read from checkpoints, so a checkpoint fits both Transformer Engine's and local layers. Local
+# layers have no extra state. Transformer Engine's layers save objects under names that local layers lack. With delayed scaling
+# the objects are pickles, which these layers refuse to load; `fp8.remembered` saves their contents instead.
 
 
 _NAME = "._extra_state"
 
 
 def without_extra_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state dict, or one of several, to be read into: what is left are weights, buffers and whatever is no layer's."""
+    """Return a state dict, or a dict of several, without the extra state of layers."""
     return {
         name: without_extra_state(part) if isinstance(part, dict) else part
         for name, part in state.items()
@@ -231,8 +230,8 @@ def without_extra_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """As module.load_state_dict, of weights and buffers alone. Errors: RuntimeError naming keys that are lost, if strict."""
-    # Not torch's own strictness: wrapped layers name what they store in one way and ask for it in another.
+    """Call module.load_state_dict for weights and buffers only. If strict, RuntimeError names missing or unexpected keys."""
+    # torch's strict mode does not fit: wrapped layers save extra state under one name and load it under another.
     found = module.load_state_dict(without_extra_state(weights), strict=False)
     missing, unexpected = ([key for key in keys if _NAME not in key] for keys in found)
     if strict and (missing or unexpected):

@@ -1,4 +1,4 @@
-"""Experts without Transformer Engine's grouped kernels: Megatron's SequentialMLP with little work per expert."""
+"""Experts without Transformer Engine's grouped kernels: Megatron's SequentialMLP with little overhead per expert."""
 
 from __future__ import annotations
 
@@ -19,47 +19,46 @@ from megatron_rl.ops import matmuls
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by expert."""
+    """Grouping of rows by expert."""
 
     counts: list[int]
-    """Tokens of each expert."""
+    """Number of tokens of each expert."""
     ends: torch.Tensor | None
-    """End of each expert's rows, on the device of a GPU that multiplies all experts at once; None: one by one."""
+    """End of each expert's rows, on a GPU that multiplies all experts at once; None to multiply expert by expert."""
 
     @classmethod
     def of(cls, x: torch.Tensor, counts: list[int]) -> Groups:
-        """Groups of rows x `[N, in]`."""
+        """Return the groups of rows x `[N, in]`."""
         together = matmuls.served(x, len(counts))
         return cls(counts, matmuls.ends_of(counts, x.device) if together else None)
 
     def together(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The ends, where the products with these weights are one."""
+        """Return the ends if one product covers all experts for these weights; else None."""
         return self.ends if matmuls.aligned(*weights[0].shape) else None
 
 
 Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
-"""X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
+"""Function: rows x `[N, in]` by expert, one weight `[out, in]` per expert -> `[N, out]`."""
 
 
 class GroupedExperts(SequentialMLP):
     """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
 
-    In bf16 it is one product for all experts, on GPUs that have it (ops/matmuls.py). The activation runs once over
-    all tokens, and an expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs no more:
-    the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2 fit each other. Low-rank adapters are
-    two such products more. Experts whose linear layers were wrapped otherwise (ModelOpt's quantizers) take Megatron's own
-    path.
+    In bf16 it is one product for all experts, on GPUs that support this (ops/matmuls.py). The activation runs once over all
+    tokens. An expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs nothing else here: the
+    dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2 fit together. Low-rank adapters add two
+    such products. Experts with linear layers in other wrappers (ModelOpt's quantizers) take Megatron's own path.
     """
 
     quantizer: FakeQuantizer | None = None
-    """Rounds weights and inputs of the products, where FP8 is simulated."""
+    """Rounds weights and inputs of the products if FP8 is simulated; else None."""
     watch: Callable[[torch.Tensor, list[int], Sequence[ColumnParallelLinear | RowParallelLinear]], None] | None = None
-    """Shown the inputs [N, in] of both products, those of the second times the router's weights, with tokens by expert and the
-    experts' layers."""
+    """Called for both products with inputs [N, in], tokens per expert and the experts' layers. The inputs of the second product
+    are already multiplied by the router's weights."""
 
     @staticmethod
     def product(x: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
+        """Multiply rows x `[N, in]` by the weight `[out, in]` of each row's expert; return `[N, out]`."""
         if (ends := groups.together(weights)) is not None:
             return matmuls.product(x.contiguous(), ends, weights)
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
@@ -70,7 +69,7 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens `[N, hidden]` sorted by expert, counts `[E]`, router weights `[N]` -> `[N, hidden]`, weighted."""
+        """Compute weighted outputs `[N, hidden]` from tokens `[N, hidden]` by expert, counts `[E]`, router weights `[N]`."""
         config = self.config
         plain = all(
             type(_base(e.linear_fc1)) is ColumnParallelLinear and type(_base(e.linear_fc2)) is RowParallelLinear
@@ -78,9 +77,9 @@ class GroupedExperts(SequentialMLP):
         )
         if not plain or config.fp8 or config.fp4 or config.moe_apply_probs_on_input or not config.gated_linear_unit:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        groups = Groups.of(permuted_local_hidden_states, tokens_per_expert.tolist())  # Megatron has them on the host
+        groups = Groups.of(permuted_local_hidden_states, tokens_per_expert.tolist())  # the counts are on the host
         fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])  # a wrapped layer's own
+        biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])  # also of wrapped layers
         hidden = self._grouped_linear(permuted_local_hidden_states, groups, fc1, biases)
         probs = permuted_probs.unsqueeze(-1)
         if (
@@ -91,12 +90,12 @@ class GroupedExperts(SequentialMLP):
             hidden = _WeightedSwiGLU.apply(hidden, probs)
         else:
             hidden = _Recomputed.apply(self._weighted_glu, hidden, probs)
-        # Its bias is weighted like the output; Megatron refuses it with expert tensor parallelism.
+        # The bias is weighted like the output. Megatron refuses the bias with expert tensor parallelism.
         biases = None if fc2[0].bias is None else torch.stack([layer.bias for layer in fc2])
         return self._grouped_linear(hidden, groups, fc2, biases, probs), None
 
     def _weighted_glu(self, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Megatron's gated activation, clamped and with an offset: `[N, 2 F]`, router weights `[N, 1]` -> `[N, F]`."""
+        """Apply Megatron's gated activation with clamp and offset: `[N, 2 F]`, router weights `[N, 1]` -> `[N, F]`."""
         limit = self.config.activation_func_clamp_value
         gate, linear = hidden.chunk(2, dim=-1)
         if limit is not None:
@@ -134,7 +133,7 @@ def _base(layer: Any) -> Any:
 class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T + s b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None.
 
-    s: `[N, 1]`, by which biases are weighted, or None. No tensor has a bias for every row.
+    s: `[N, 1]` weights of the biases, or None. No tensor holds one bias per row.
     """
 
     @staticmethod
@@ -154,7 +153,7 @@ class _GroupedLinear(torch.autograd.Function):
             for expert, rows in _rows(groups.counts):
                 out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
         ctx.groups, ctx.biased, ctx.weighted = groups, biases is not None, biases is not None and scales is not None
-        inputs = x if any(ctx.needs_input_grad[5:]) else None  # frozen weights ask for none
+        inputs = x if any(ctx.needs_input_grad[5:]) else None  # frozen weights do not need the inputs
         ctx.save_for_backward(inputs, *((scales, biases) if ctx.weighted else (None, None)), *weights)
         return out
 
@@ -192,7 +191,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """function(*inputs), which keeps its inputs alone and is computed again in the backward."""
+    """function(*inputs) that keeps only its inputs and is computed again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor):
@@ -212,8 +211,8 @@ class _Recomputed(torch.autograd.Function):
 class _WeightedSwiGLU(torch.autograd.Function):
     """silu(gate) * linear * p for `[N, 2 F]` = (gate, linear) and router weights p `[N, 1]` -> `[N, F]`.
 
-    Keeps its inputs alone and computes the rest again in the backward: on a CPU, and for most of the memory of a layer,
-    what counts is how many `[N, F]` tensors are written.
+    It keeps only its inputs and recomputes the rest in the backward. The number of `[N, F]` tensors that are written decides
+    the time on a CPU and most of a layer's memory.
     """
 
     @staticmethod
@@ -249,41 +248,41 @@ def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 # -- fake quant ----------------------------------------------------------------------------------------------------------
 # FP8 products without a GPU: weights and inputs of linear layers are rounded to e4m3 and back before a bf16 product.
-# The rounding is nvidia-modelopt's (`scaled_e4m3`: straight-through gradients), put around Megatron's linear layers by
-# forward hooks. `mtq.quantize`, which would swap the layers' classes, does not serve here: its 128 x 128 blocks need a
-# calibration and then keep their scales (a change of shape is an error), it refuses tensor together with expert parallelism,
-# and it adds entries to every checkpoint. Here scales are those of the tensors at hand, so parameters, their names,
-# checkpoints and exports are those of bf16.
+# nvidia-modelopt does the rounding (`scaled_e4m3`, with straight-through gradients). Forward hooks apply it to Megatron's
+# linear layers. `mtq.quantize`, which replaces the layers' classes, does not work here. Its 128 x 128 blocks need a calibration
+# and then keep their scales (a change of shape is an error). It refuses tensor parallelism together with expert parallelism.
+# It also adds entries to every checkpoint. Here the scales come from the current tensors, so parameters, names, checkpoints
+# and exports are the same as in bf16.
 
 
 class FakeQuantizer:
     """Rounds to e4m3 with one scale (amax / 448) for each block of weights, and of the inputs of each token.
 
-    block b > 0: blocks of b x b weights and 1 x b inputs; a last one that is cut (by the size, or by tensor parallelism)
-    has a scale of its own. 0: one scale for a layer's weights on this rank and one for its inputs in this micro-batch.
+    block b > 0: blocks of b x b weights and 1 x b inputs. A last block that is cut, by the size or by tensor parallelism, has
+    its own scale. 0: one scale for a layer's weights on this rank, and one for its inputs in the micro-batch.
     """
 
     def __init__(self, block: int) -> None:
-        from modelopt.torch.quantization.tensor_quant import scaled_e4m3  # seconds, for who needs it
+        from modelopt.torch.quantization.tensor_quant import scaled_e4m3  # takes seconds to import
 
         self._block = block
         self._e4m3 = scaled_e4m3
 
     def attach(self, model: GPTModel) -> None:
-        """Quantize the linear layers of attention, MLPs and experts; router, embedding, output layer and norms stay."""
+        """Quantize the linear layers of attention, MLPs and experts, but not router, embedding, output layer and norms."""
         for module in model.decoder.modules():
             if isinstance(module, GroupedExperts):
-                module.quantizer = self  # its products do not go through its layers' forward
+                module.quantizer = self  # its products bypass the forward of its layers
             elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.register_forward_pre_hook(self._enter)
                 module.register_forward_hook(_leave, always_call=True)
 
     def weight(self, weight: Tensor) -> Tensor:
-        """The weights [N, K], rounded."""
+        """Return the rounded weights [N, K]."""
         return self._round(weight, self._block, self._block)
 
     def inputs(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """The inputs [..., K], rounded. counts: tokens of each expert, whose inputs are tensors of their own."""
+        """Return the rounded inputs [..., K]. counts: tokens per expert; each expert's inputs are rounded separately."""
         rows = x.reshape(-1, x.shape[-1])
         if self._block or counts is None:
             rounded = self._round(rows, 1 if self._block else 0, self._block)
@@ -292,7 +291,7 @@ class FakeQuantizer:
         return rounded.reshape(x.shape)
 
     def _round(self, x: Tensor, height: int, width: int) -> Tensor:
-        """Round x [R, C] in blocks of height x width (0: all of it); gradients pass through unchanged."""
+        """Round x [R, C] in blocks of height x width (0: the full size); gradients pass through unchanged."""
         rows, columns = x.shape
         if not x.numel():
             return x
@@ -300,11 +299,11 @@ class FakeQuantizer:
         padded = F.pad(x, (0, -columns % width, 0, -rows % height))
         blocks = padded.reshape(-1, height, padded.shape[1] // width, width)
         amax = blocks.detach().abs().amax(dim=(1, 3), keepdim=True)
-        # bias, bits of exponent and mantissa, an ONNX dtype; True: gradients pass through
+        # Arguments: bias, exponent bits, mantissa bits, ONNX dtype; True passes gradients through.
         return self._e4m3(blocks, amax, None, 4, 3, None, True).view(padded.shape)[:rows, :columns]
 
     def _enter(self, layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # Found before the parameter of that name for as long as the forward takes.
+        # During the forward, this attribute hides the parameter of the same name.
         layer.__dict__["weight"] = self.weight(layer.weight)
         return self.inputs(args[0]), *args[1:]
 

@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward from its shape, and the peaks of devices: arithmetic alone."""
+"""FLOPs of a model's forward, computed from its shape, and peak FLOPs of devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.models.shape import Shape, end_weights, layer_weights
 
 TRAINING = 3
-"""Forwards that a forward and its backward cost: the backward has two products for each of the forward's."""
+"""Cost of a forward with its backward, in forwards: the backward has two products for each product of the forward."""
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -26,20 +26,20 @@ PEAK_TFLOPS = {
     "NVIDIA GH200 480GB": 989.4,
     "NVIDIA B200": 2250.0,
 }
-"""torch's name of a GPU -> dense bf16 peak in 1e12 FLOPs per second, of NVIDIA's data sheets (half of their sparse figures)."""
+"""torch's name of a GPU -> dense bf16 peak in 1e12 FLOPs per second, from NVIDIA's data sheets (half the sparse figures)."""
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of a causal sequence; window: of which a query sees the last so many keys, itself among them."""
+    """Return the number of (query, key) pairs of a causal sequence. window: number of keys per query, itself included."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> float:
-    """FLOPs of one forward: 2 for each multiply-add of the matrix products.
+    """Return the FLOPs of one forward: 2 for each multiply-add of the matrix products.
 
-    They are those of the weights that a token meets (its own experts among them), of the head for the tokens that meet it, and
-    attention's two for each of `pairs`: (query, key) pairs, summed over layers.
+    They include the weights that each token uses (only its own experts) and the head for `head_tokens` tokens. Attention has
+    two products for each of `pairs`, the number of (query, key) pairs summed over the layers.
     """
     layers = [w for layer in range(shape.layers) for w in layer_weights(shape, layer) if len(w.shape) > 1]
     met = sum(math.prod(w.shape) * (shape.topk if w.part == "experts" else 1) for w in layers)
@@ -49,7 +49,7 @@ def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> fl
 
 
 def sequence_flops(config: PreTrainedConfig, sequences: Iterable[tuple[int, int]]) -> float:
-    """FLOPs of one forward over causal sequences of (tokens, of which so many are predicted, and meet the head)."""
+    """Return the FLOPs of one forward over causal sequences, given as (tokens, predicted tokens that the head computes)."""
     shape = Shape.from_config(config)
     total = 0.0
     for tokens, labels in sequences:

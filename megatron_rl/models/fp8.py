@@ -1,8 +1,8 @@
-"""Weights in block FP8, the format that SGLang loads: `X.weight` in e4m3 and `X.weight_scale_inv`, fp32, for its blocks.
+"""Weights in block FP8, SGLang's format: `X.weight` in e4m3 and `X.weight_scale_inv`, the fp32 scales of its blocks.
 
-The matrices of attention, MLPs and experts are quantized; router, embedding, head and norms stay, as SGLang has them.
-The arithmetic is nvidia-modelopt's `FP8QTensor`. Both ways out of the trainer use it: the push to an engine and
-`megatron-rl convert --quantize fp8`.
+The matrices of attention, MLPs and experts are quantized. Router, embedding, head and norms are not, as in SGLang. The
+arithmetic is nvidia-modelopt's `FP8QTensor`. Weights leave the trainer in two ways, and both use this module: the push to an
+engine, and `megatron-rl convert --quantize fp8`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 128
 E4M3_MAX = 448.0
 TINY = 2.0**-24
 SCALE = "_scale_inv"
-"""Suffix that turns the name of a quantized weight into that of its scales."""
+"""Suffix that turns the name of a quantized weight into the name of its scales."""
 SGLANG = "0.5.23"
 _WEIGHT = re.compile(r"model\.layers\.\d+\..+\.weight")
 
@@ -35,33 +35,33 @@ _WEIGHT = re.compile(r"model\.layers\.\d+\..+\.weight")
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [N, K] to e4m3 [N, K] and scale_inv, fp32 [ceil(N / BLOCK), ceil(K / BLOCK)]: amax / 448 of each block.
 
-    weight ~ e4m3 * scale_inv, wrong by half a step of e4m3 at most; the last blocks may be smaller. A block without an
-    element above 2**-24 becomes zeros with scale 1.
+    weight ~ e4m3 * scale_inv, with an error of at most half a step of e4m3. The last blocks may be smaller. A block without
+    an element above 2**-24 becomes zeros with scale 1.
     """
-    from modelopt.torch.quantization.qtensor import FP8QTensor  # seconds, for who needs it
+    from modelopt.torch.quantization.qtensor import FP8QTensor  # takes seconds to import
     from modelopt.torch.quantization.utils import reduce_block_amax, reduce_block_padding
 
     sizes = {-1: BLOCK, -2: BLOCK}
-    weight = weight.detach().float()  # modelopt would compute, and round, the scales in the weight's own dtype
+    weight = weight.detach().float()  # else modelopt would round the scales to the weight's dtype
     amax = reduce_block_amax(reduce_block_padding(weight, sizes), sizes)
-    # As modelopt's fake quantization has it, so that trainer and engine round alike (`experts.py`); the scale that
-    # FP8QTensor would take is 0 for zeros, and 0 / 0 is NaN.
+    # The same as in modelopt's fake quantization, so that trainer and engine round in the same way (`experts.py`). FP8QTensor's
+    # own scale is 0 for a block of zeros, and 0 / 0 is NaN.
     scale_inv = torch.where(amax > TINY, 1 / (E4M3_MAX / amax), 1.0)
     quantized, _ = FP8QTensor.quantize(weight, scales=scale_inv, block_sizes=sizes)
     return quantized._quantized_data.contiguous(), scale_inv
 
 
 def dequantize_blocks(quantized: Tensor, scale_inv: Tensor) -> Tensor:
-    """The inverse of quantize_blocks: fp32 [N, K]."""
+    """Invert quantize_blocks; return fp32 [N, K]."""
     rows, columns = quantized.shape
     scales = scale_inv.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return quantized.float() * scales
 
 
 def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face tensors, each matrix as two: its e4m3 weight and its scales.
+    """Yield Hugging Face tensors; each matrix becomes two tensors, its e4m3 weight and its scales.
 
-    simulate: yield it as one instead, rounded to FP8 and back, for an engine that has no FP8 products.
+    simulate: yield one bf16 tensor instead, rounded to FP8 and back, for an engine without FP8 products.
     """
     for name, tensor in named_tensors:
         if not is_quantized(name):
@@ -76,9 +76,9 @@ def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = F
 
 
 class Dequantized(Mapping[str, Tensor]):
-    """A folder's tensors by name; those in block FP8 are turned into fp32 matrices.
+    """A folder's tensors by name. Tensors in block FP8 are converted to fp32 matrices.
 
-    Errors: UserError for FP8 of another format.
+    Errors: UserError for another FP8 format.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -93,12 +93,12 @@ class Dequantized(Mapping[str, Tensor]):
         if scale_inv is None or list(scale_inv.shape) != blocks:
             found = "none" if scale_inv is None else f"of shape {list(scale_inv.shape)}"
             raise UserError(
-                f"fp8: {name}: scales {found}; read are those of blocks of {BLOCK} x {BLOCK}, {name + SCALE} {blocks}"
+                f"fp8: {name}: scales {found}; expected scales for blocks of {BLOCK} x {BLOCK}: {name + SCALE} {blocks}"
             )
         return dequantize_blocks(tensor, scale_inv.float())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # a Mapping's own would read the tensor
+        return name in self._tensors  # Mapping's own method would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -108,7 +108,7 @@ class Dequantized(Mapping[str, Tensor]):
 
 
 def is_quantized(name: str) -> bool:
-    """True if a Hugging Face tensor of this name becomes FP8."""
+    """Return True if a Hugging Face tensor of this name becomes FP8."""
     return _matrix(name) is not None
 
 
@@ -118,16 +118,16 @@ def _matrix(name: str) -> Linear | None:
 
 def _holds_all_experts(name: str) -> bool:
     found = stack_of(name)
-    return found is not None and found[1] in ("", "_blocks")  # _blocks: in MXFP4
+    return found is not None and found[1] in ("", "_blocks")  # _blocks: MXFP4
 
 
 def check_served(
     name: str, shape: Iterable[int], tensor_parallel: int = 1, expert_tensor: int = 1, head_dim: int = 1
 ) -> None:
-    """Refuse a tensor that SGLang does not take in block FP8. Errors: UserError naming the tensor.
+    """Refuse a tensor that SGLang cannot load in block FP8. Errors: UserError that names the tensor.
 
-    Its own checks: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel, expert_tensor: ranks
-    that share a matrix, and a matrix of an expert.
+    The rules are SGLang's: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel, expert_tensor:
+    number of ranks that share a matrix, and a matrix of an expert.
     """
     if _holds_all_experts(name):
         raise UserError(
@@ -141,15 +141,15 @@ def check_served(
     cut, whole = ("columns", columns) if linear.cut == "columns" else ("rows", rows)
     if not linear.whole_blocks and ranks == 1:
         return
-    # Of keys and values a rank has at least one head, shared with others where ranks outnumber heads.
+    # A rank has at least one key-value head, shared with other ranks if there are more ranks than heads.
     size = max(whole // ranks, head_dim if linear.of == "keys" else 1)
     if size % BLOCK:
         on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
-        raise UserError(f"fp8: {name} has {size} {cut}{on}: SGLang wants multiples of {BLOCK} (whole blocks); use bf16")
+        raise UserError(f"fp8: {name} has {size} {cut}{on}: SGLang needs multiples of {BLOCK} (whole blocks); use bf16")
 
 
 def check_architecture(name: str) -> None:
-    """Refuse an architecture that SGLang does not serve in block FP8, whatever its sizes. Errors: UserError."""
+    """Refuse an architecture that SGLang does not serve in block FP8 at any size. Errors: UserError."""
     family = family_named([name])
     if family and family.fp8_scales_lost:
         raise UserError(
@@ -158,10 +158,10 @@ def check_architecture(name: str) -> None:
 
 
 def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False) -> None:
-    """Refuse a model folder that SGLang would refuse, from its config and its files' headers. Errors: UserError.
+    """Refuse a model folder that SGLang would refuse; reads its config and its files' headers. Errors: UserError.
 
-    expert_parallel: how many of the tensor_parallel ranks share out experts. simulate: for an engine that gets rounded
-    bf16 weights, for which blocks may have any size.
+    expert_parallel: number of groups into which the tensor_parallel ranks divide the experts. simulate: for an engine that
+    gets rounded bf16 weights; then blocks may have any size.
     """
     head_dim = 1
     if not simulate:
@@ -177,7 +177,7 @@ def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 
 
 
 def quantization_config(plain: Iterable[str] = ()) -> dict:
-    """The `quantization_config` of config.json. plain: names of the matrices that are not quantized."""
+    """Return the `quantization_config` for config.json. plain: names of the matrices that are not quantized."""
     modules = [name.removesuffix(".weight") for name in plain]
     return {
         "quant_method": "fp8",
@@ -192,12 +192,12 @@ class Export:
     """Quantizes the tensors that `Model.save_hf` or a folder streams, and completes config.json."""
 
     def __init__(self, *, writes: bool = True) -> None:
-        """Start an export. writes: whether this process keeps the tensors; others only look at names and shapes."""
+        """Start an export. writes: True if this process keeps the tensors; other processes only look at names and shapes."""
         self._writes = writes
         self._plain: list[str] = []
 
     def wrap(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Quantize a stream of tensors. Errors: UserError, on every process at the same tensor that SGLang would refuse."""
+        """Quantize a stream of tensors. Errors: UserError for a tensor that SGLang would refuse, on every process."""
         checked = self._look(named_tensors)
         return quantized(checked) if self._writes else checked
 
@@ -209,7 +209,7 @@ class Export:
             yield name, tensor
 
     def complete(self, folder: Path) -> None:
-        """Name the format in the folder's config.json. SGLang's products of FP8 weights are bf16."""
+        """Add the format to the folder's config.json. SGLang's products of FP8 weights are bf16."""
         config = json.loads((folder / "config.json").read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         plain = [name for name in self._plain if not name.endswith("embed_tokens.weight")]
@@ -218,25 +218,25 @@ class Export:
 
 
 # -- delayed scaling -----------------------------------------------------------------------------------------------------
-# Delayed scaling (fp8_delayed): what Transformer Engine remembers of earlier passes, kept apart from what passes score.
-# A tensor's scale is 448 (or e5m2's 57344) by its largest magnitude (amax) in the micro-batch before. Every forward raises the
-# amaxes, one that only scores too; the next that trains makes scales of them. Left alone, how often a model scores would move
-# what it learns, and one that only scores would keep the scales of its construction, which are all 1.
+# Delayed scaling (fp8_delayed): Transformer Engine's state from earlier passes, protected from passes that only score.
+# A tensor's scale is 448 (57344 for e5m2) divided by its largest magnitude (amax) in the previous micro-batch. Every forward
+# raises the amaxes, also a forward that only scores; the next training pass turns the amaxes into scales. Without protection,
+# the number of scoring passes would change the training, and a model that only scores would keep its initial scales of 1.
 
 
 Remembered = dict[str, dict[str, Any]]
-"""Scale and amax_history of a module's forward and backward, and the number of its products; by the module's name."""
+"""Scale and amax_history of a module's forward and backward, and its number of products; by the module's name."""
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
 def calibrated(chunks: Iterable[torch.nn.Module]) -> bool:
-    """True where a pass has made scales, or a checkpoint has brought them."""
+    """Return True if a pass has computed scales, or a checkpoint has loaded them."""
     return any(True for _ in _states(chunks, _FORWARD))
 
 
 def calibrate() -> None:
-    """Make scales of the amaxes of the pass before, of all models; those that have seen nothing keep theirs. Collective."""
-    # As Megatron imports it.
+    """Compute scales from the amaxes of the last pass, for all models. Modules without amaxes keep their scales. Collective."""
+    # The same import as in Megatron.
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
@@ -244,7 +244,7 @@ def calibrate() -> None:
 
 @contextmanager
 def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Leave the amaxes as they were before the block, whose passes have no gradients and so move no scales."""
+    """Restore the amaxes after the block. Its passes have no gradients, so they change no scales."""
     before = {name: state.amax_history.clone() for name, _, state in _states(chunks, _FORWARD)}
     try:
         yield
@@ -255,7 +255,7 @@ def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def remembered(chunks: Iterable[torch.nn.Module]) -> Remembered:
-    """Copies, on the host, for a checkpoint: Transformer Engine's own are pickles, which it refuses to load."""
+    """Return the state on the host, for a checkpoint. Transformer Engine's own extra state is a pickle that it refuses."""
     found: Remembered = {}
     for key in (_FORWARD, _BACKWARD):
         for name, module, state in _states(chunks, key):
@@ -268,7 +268,7 @@ def remembered(chunks: Iterable[torch.nn.Module]) -> Remembered:
 def restore(
     chunks: Iterable[torch.nn.Module], found: Mapping[str, Mapping[str, Any]], config: TransformerConfig
 ) -> None:
-    """Give the modules what `remembered` has found, those of it that are there. config: the chunks'."""
+    """Restore the state from `remembered` in the modules that have an entry. config: of the chunks."""
     recipe = get_fp8_recipe(config)
     for name, module in _modules(chunks):
         if name not in found:
@@ -288,7 +288,7 @@ def _modules(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _states(chunks: Iterable[torch.nn.Module], key: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, module, state) of the modules that have remembered something."""
+    """Yield (name, module, state) of the modules that have state."""
     for name, module in _modules(chunks):
         state = module.fp8_meta.get(key)
         if hasattr(state, "amax_history"):

@@ -1,4 +1,4 @@
-"""Hugging Face model folders as files: check what is read, copy what lies beside the weights, write safetensors."""
+"""Hugging Face model folders as files: check their weights, copy the files beside the weights, write safetensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DIGESTED_BYTES = 4096
 
 
 def check_weight_files(folder: Path) -> None:
-    """Open every safetensors file of the folder. Errors: UserError naming a file that is missing or truncated."""
+    """Open every safetensors file of the folder. Errors: UserError that names a missing or truncated file."""
     files = sorted(folder.glob("*.safetensors"))
     where: dict[str, str] = {}
     if (folder / INDEX).is_file():
@@ -42,7 +42,7 @@ def check_weight_files(folder: Path) -> None:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"model folder {folder}: {INDEX} is damaged") from None
         if outside := [file for file in files if file.parent != folder]:
-            raise UserError(f"model folder {folder}: {INDEX} names {outside[0]}, which is no file of the folder")
+            raise UserError(f"model folder {folder}: {INDEX} names {outside[0]}, which is not a file of the folder")
     if not files:
         raise UserError(
             f"model folder {folder}: has no .safetensors files (other formats: save it again with transformers)"
@@ -63,9 +63,9 @@ def check_weight_files(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest that tells a folder's weights from others without reading them all: of the first numbers of every tensor.
+    """Return a digest of a folder's weights that changes with the weights. It reads only the first numbers of each tensor.
 
-    Training moves every number of a weight that it trains. Errors: UserError for a file that is damaged.
+    This suffices, because training changes every number of a trained weight. Errors: UserError for a damaged file.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
@@ -87,11 +87,10 @@ def weights_digest(folder: Path) -> str:
 
 
 def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> None:
-    """Refuse a model that would read the tokens of the one in `folder` as others.
+    """Raise UserError if a model reads the tokens of the model in `folder` as other tokens.
 
-    Vocabularies must be equal, added special tokens included. Which of these ends a sequence or pads it may differ, as between
-    a base model and the one that follows instructions: models get tokens, and the names of none.
-    Errors: UserError naming the key of the config that gives `other`.
+    The vocabularies must be equal, added special tokens included. The tokens for end of sequence and padding may differ, as
+    between a base model and its instruct model, because models get token ids only. key: config key of `other`, for the message.
     """
     if Path(folder).resolve() == Path(other).resolve():
         return
@@ -100,22 +99,22 @@ def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> Non
         token = different[0][0]
         found = (f"{what} {names.get(token, 'none')}" for what, names in (("here", theirs), ("there", ours)))
         raise UserError(
-            f"config: {key} = {other}: has another tokenizer than {folder} (token {token!r} is {', '.join(found)}); take a"
-            " model with the same one"
+            f"config: {key} = {other}: has another tokenizer than {folder} (token {token!r} is {', '.join(found)}); use a"
+            " model with the same tokenizer"
         )
     config = AutoConfig.from_pretrained(other, local_files_only=True, trust_remote_code=False)
     vocabulary = getattr(config, "vocab_size", 0)
     if vocabulary <= max(ours.values(), default=0):
         raise UserError(
-            f"config: {key} = {other}: has embeddings of {vocabulary} tokens, and the tokenizer {max(ours.values()) + 1}; take"
-            " a model that has one of each"
+            f"config: {key} = {other}: has embeddings for {vocabulary} tokens, but the tokenizer has"
+            f" {max(ours.values()) + 1}; use a model with an embedding for each token"
         )
 
 
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local model folder, by classes of transformers: code of the folder is never run.
+    """Return the tokenizer of a local model folder, read with transformers' classes. Code in the folder is never run.
 
-    Errors: UserError for one that cannot be read so.
+    Errors: UserError if the tokenizer cannot be read this way.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -124,35 +123,35 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of a tokenizer's vocabulary, names and ids: 16 hexadecimal digits."""
+    """Return a digest of a tokenizer's vocabulary, tokens and ids: 16 hexadecimal digits."""
     items = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(items).encode()).hexdigest()[:16]
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the folder's tensors one at a time, after check_weight_files."""
+    """Yield the folder's tensors one at a time. Call check_weight_files first."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt", backend="pread") as opened:  # pages of a mapped file would stay until its end
+        with safe_open(file, "pt", backend="pread") as opened:  # mapped pages would stay in memory
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 yield name, opened.get_tensor(name)
 
 
 class OpenFiles(Mapping[str, torch.Tensor]):
-    """A folder's tensors by name. Each file is opened once; to open it reads the names of all of its tensors."""
+    """A folder's tensors by name. Each file is opened once, because opening a file reads the names of all its tensors."""
 
     def __init__(self, folder: Path, file_of: Mapping[str, str]) -> None:
-        """file_of: name of the file that holds each tensor."""
+        """Create the mapping. file_of: for each tensor, the name of the file that holds it."""
         self._folder, self._file_of = folder, file_of
         self._opened: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         file = self._file_of[name]
         if file not in self._opened:
-            self._opened[file] = safe_open(self._folder / file, "pt", backend="pread")  # as above
+            self._opened[file] = safe_open(self._folder / file, "pt", backend="pread")  # see read_weights
         return self._opened[file].get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of  # a Mapping's own would read the tensor
+        return name in self._file_of  # Mapping's own method would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -175,20 +174,20 @@ _OF_TRAINING = [
 ]
 _OF_TRAINING += ["*.pkl", "*.pickle"]
 LEFT_OUT = [*_OF_WEIGHTS, *_OF_TRAINING, "*.py", ".*"]
-"""Patterns of files that say something of a model's weights or of their training; and code, which is never run."""
+"""Patterns of files about a model's weights or training, and of code, which is never run."""
 LEFT_OUT_FOLDERS = [".*", "__pycache__", "*.partial", "checkpoint-*", "checkpoints", "global_step*", "step_*"]
 LEFT_OUT_FOLDERS += ["runs", "logs", "wandb", "tensorboard"]
 
 
 def _beside_weights(source: Path, out: Path) -> Iterator[Path]:
-    """Yield the files of a model's folder and its subfolders that go with any weights, relative to it.
+    """Yield the files of a model folder and its subfolders that fit any weights, as paths relative to the folder.
 
-    out: what is written, which may lie in a subfolder (of runs) that is no part of the model.
+    out: the folder that is being written. It may lie in a subfolder, such as runs/, which is not a part of the model.
     """
     for here, folders, files in os.walk(source):
         folder = Path(here)
         folders[:] = [n for n in folders if not _is_any(n, LEFT_OUT_FOLDERS) and not out.is_relative_to(folder / n)]
-        folders[:] = [n for n in folders if not any((folder / n).glob("*.safetensors"))]  # a model of its own
+        folders[:] = [n for n in folders if not any((folder / n).glob("*.safetensors"))]  # another model's folder
         for name in files:
             if not _is_any(name, LEFT_OUT) and (folder / name).is_file():
                 yield (folder / name).relative_to(source)
@@ -199,10 +198,9 @@ def _is_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None) -> None:
-    """Copy config.json (for weights of `dtype`, and with `changes`) and all else beside the weights, subfolders included.
+    """Copy config.json (set to `dtype` and with `changes`) and all other files beside the weights, subfolders included.
 
-    That is the generation config, the tokenizer's files, chat templates by name and whatever else the folder has, but for
-    `LEFT_OUT`.
+    Other files are, for example, the generation config, tokenizer files and chat templates. Files in `LEFT_OUT` are not copied.
     """
     source, out = source.resolve(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -210,7 +208,7 @@ def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, out / file)
     config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)  # weights are written as they are trained
+    config.pop("quantization_config", None)  # weights are written unquantized
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     config |= changes or {}
@@ -218,9 +216,9 @@ def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str
 
 
 class ShardWriter:
-    """Writes tensors as they come into safetensors files of at most `shard_bytes`, with an index for several files.
+    """Writes tensors to safetensors files of at most `shard_bytes` each. Several files get an index.
 
-    Holds one file's tensors in memory; `close` writes the rest and gives the files their names.
+    It holds the tensors of one file in memory. `close` writes the last file and renames all files to their final names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -232,7 +230,7 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a copy of the tensor; write a file when it is full."""
+        """Add a copy of the tensor. If the current file is full, write the file first."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
@@ -240,7 +238,7 @@ class ShardWriter:
         self._pending_bytes += size
 
     def close(self) -> None:
-        """Write the last file and the index, and give the files their names."""
+        """Write the last file and the index, and rename all files to their final names."""
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -263,9 +261,9 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def whole_folder(out: Path, kind: str = "model folder", *, replace: bool = False) -> Iterator[Path]:
-    """Yield a folder to fill, which gets the name `out` at the end; after an error nothing is left of it.
+    """Yield a folder to fill, and rename it to `out` at the end. After an error, the folder is removed.
 
-    replace: what had that name is removed then. Errors: UserError where it cannot be written.
+    replace: remove an existing `out` before the renaming. Errors: UserError if the folder cannot be written.
     """
     partial = out.with_name(out.name + ".partial")
     try:
@@ -281,7 +279,7 @@ def whole_folder(out: Path, kind: str = "model folder", *, replace: bool = False
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write all tensors of an iterator. It is run to its end even if the disk fails. Errors: OSError, at the end."""
+    """Write all tensors of an iterator. The iterator is exhausted even if the disk fails. Errors: OSError, at the end."""
     writer, failure = ShardWriter(folder, shard_bytes), None
     for name, tensor in tensors:
         if failure is None:
@@ -295,28 +293,28 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
 
 
 # -- verify --------------------------------------------------------------------------------------------------------------
-# Whether what was written is what is read back: a checksum of each tensor's bits, dtype and shape.
+# Check that what was written can be read back: a checksum over each tensor's bits, dtype and shape.
 
 
 class Checksums:
-    """Checksums of tensors by name, taken where they are written, and compared where they are read."""
+    """Checksums of tensors by name, computed when the tensors are written and compared when they are read."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors on, and take the checksum of each."""
+        """Yield the tensors unchanged and add the checksum of each."""
         for name, tensor in named_tensors:
             self.of[name] = describe(tensor)
             yield name, tensor
 
     def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the checksums of all."""
+        """Add the checksums of all tensors."""
         for _ in self.watch(named_tensors):
             pass
 
     def compare(self, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
-        """Read tensors to the end. Errors: UserError naming the first that is missing, or another than was written."""
+        """Read all tensors. Errors: UserError that names the first tensor that is missing or differs from what was written."""
         found = Checksums()
         found.take(named_tensors)
         if wrong := sorted({name for name, _ in self.of.items() ^ found.of.items()}):
@@ -327,26 +325,26 @@ class Checksums:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Checksums]) -> Checksums:
-        """Checksums of all ranks, by names that tell of the rank where there are several."""
+        """Return the checksums of all ranks. With several ranks, the names start with the rank."""
         whole = cls()
         for rank, checksums in enumerate(ranks):
             whole.of |= {name if len(ranks) == 1 else f"{rank}.{name}": value for name, value in checksums.of.items()}
         return whole
 
     def __str__(self) -> str:
-        """One digest of all: 16 hexadecimal digits."""
+        """Return one digest of all checksums: 16 hexadecimal digits."""
         return hashlib.sha256(repr(sorted(self.of.items())).encode()).hexdigest()[:16]
 
 
 # -- served --------------------------------------------------------------------------------------------------------------
-# Which model folders SGLang serves with the very weights that the trainer pushes or that the folder holds.
+# Checks if SGLang serves a model folder with exactly the weights that the trainer pushes or the folder holds.
 
 
 def check_served(path: str, precision: str, server: ServerConfig, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
-    """Check that SGLang can serve a folder and take pushes to it. precision: precision.rollout.
+    """Check that SGLang can serve a folder and receive weight pushes. precision: precision.rollout.
 
-    Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or with
-    which it would die at the first request.
+    Errors: UserError if SGLang would hold the weights in another form than the trainer pushes, or would die at the first
+    request.
     """
     family = family_of(hf_config)
     name = family.architecture
@@ -355,21 +353,21 @@ def check_served(path: str, precision: str, server: ServerConfig, hf_config: Pre
         fp8.check_folder(Path(path), server.tensor, server.expert, simulate=not on_gpu)
     if getattr(hf_config, "tie_word_embeddings", False) and not family.tied_in_sglang:
         raise UserError(
-            f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
+            f"model: SGLang serves {name} only without tied embeddings: write the embedding also as lm_head.weight, and set"
             " tie_word_embeddings to false in config.json"
         )
     quantized = getattr(hf_config, "quantization_config", None)
     method = quantized and quantized["quant_method"]
     if method and (pushes or (method == "fp8" and not on_gpu)):
-        reason = "which a push does not fill" if pushes else "whose products need a GPU"
+        reason = "which a weight push cannot fill" if pushes else "whose matrix products need a GPU"
         raise UserError(
             f"model {path}: SGLang would hold its weights as {method} (quantization_config in config.json), {reason}; write"
-            f" plain ones: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
+            f" plain weights: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
     dtype = getattr(hf_config, "dtype", None)
     if family.served_in_folder_dtype and dtype not in (None, ROLLOUT_DTYPES[precision]):
         found = str(dtype).removeprefix("torch.")
         raise UserError(
-            f"model {path}: SGLang serves {name} in the dtype of config.json alone, which is {found}, but precision.rollout is"
-            f" {precision}: set it to match, or dtype in config.json"
+            f"model {path}: SGLang serves {name} only in the dtype of config.json, which is {found}, but precision.rollout is"
+            f" {precision}: set precision.rollout to match, or dtype in config.json"
         )

@@ -1,6 +1,6 @@
-"""The layers of `precision.identical`: Megatron's, with forward products, norms and routing of ops/batch_invariant.py.
+"""The layers of `precision.identical`: Megatron's, with forward products, norms and routing from ops/batch_invariant.py.
 
-Gradients are those of the same formulas by torch's own products, for which nothing has to be the same twice.
+Gradients use the same formulas with torch's own products, because gradients do not have to be reproducible.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megatron_rl.routing.passes import straight_through
 
 
 def parts_of_rank(width: int, ranks: int) -> int:
-    """How many of a sum's parts each tensor-parallel rank has. Errors: UserError for more ranks than parts."""
+    """Return the number of a sum's parts on each tensor-parallel rank. Errors: UserError for more ranks than parts."""
     parts = ops.parts(width)
     if parts % ranks:
         raise UserError(
-            f"config: parallel.tensor = {ranks} with precision.identical: a sum over {width} inputs is made of {parts} parts,"
-            f" which so many ranks cannot share; {parts} can"
+            f"config: parallel.tensor = {ranks} with precision.identical: a sum over {width} inputs has {parts} parts,"
+            f" which the ranks cannot share evenly; set parallel.tensor to a divisor of {parts}"
         )
     return parts // ranks
 
@@ -71,7 +71,7 @@ def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, of_pa
 
 
 class BatchInvariantColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's layer; each output's sum is whole on one rank, so that any number of ranks gives the same bits."""
+    """Megatron's layer. One rank computes the full sum of each output, so any number of ranks gives the same bits."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *_: Any, **options: Any) -> Tensor:
         if options["sequence_parallel"]:
@@ -85,7 +85,7 @@ class BatchInvariantColumnParallelLinear(ColumnParallelLinear):
 
 
 class BatchInvariantRowParallelLinear(RowParallelLinear):
-    """Megatron's layer; the ranks' shares of a sum are added up in fp32, as one rank adds up its parts.
+    """Megatron's layer. The ranks' partial sums are added in fp32, in the same order as the parts on a single rank.
 
     Errors: UserError for more ranks than the sum has parts.
     """
@@ -95,7 +95,7 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
         self.parts = parts_of_rank(self.input_size, self.input_size // self.input_size_per_partition)
 
     def forward(self, input_: Tensor) -> Any:
-        """[s, b, h] -> (output, bias), as Megatron's."""
+        """Compute (output, bias) from inputs [s, b, h], like Megatron."""
         group: Any = self.tp_group
         if group.size() == 1 or self.explicit_expert_comm:
             return super().forward(input_)
@@ -113,7 +113,7 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
 
 
 class _TreeReduce(torch.autograd.Function):
-    """Sum of the ranks' shares [s, ...] in the tree's order: of this rank's s / ranks rows, or of all of them."""
+    """Sum of the ranks' partial sums [s, ...] in the tree's order: this rank's s / ranks rows, or all rows."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
@@ -137,7 +137,7 @@ class _TreeReduce(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """x [R, d] times factors [R] times weight [d]; factors are 1 / sqrt(mean + eps) of `width` squares, of x's and others'."""
+    """x [R, d] times factors [R] times weight [d]. The factors are 1 / sqrt(mean + eps) over `width` squares on all ranks."""
 
     @staticmethod
     def forward(
@@ -161,10 +161,10 @@ class _Norm(torch.autograd.Function):
 
 
 class BatchInvariantRMSNorm(RMSNorm):
-    """RMSNorm of a row by that row alone."""
+    """RMSNorm that computes each row independently of the other rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x `[..., hidden_size]`; same shape and type."""
+        """Normalize x `[..., hidden_size]`; return the same shape and dtype."""
         rows = x.reshape(-1, x.shape[-1])
         factors = ops.norm_factors(ops.square_sums(rows.detach()), x.shape[-1], self.eps)
         out: Any = _Norm.apply(rows, self.weight.to(x.dtype), factors, x.shape[-1], None)
@@ -172,10 +172,10 @@ class BatchInvariantRMSNorm(RMSNorm):
 
 
 class BatchInvariantHeadsRMSNorm(HeadsRMSNorm):
-    """RMSNorm over all heads, of which each rank's share of the sum is a subtree."""
+    """RMSNorm over all heads. Each rank's part of the sum is a subtree of the full sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
+        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; return the same shape and dtype."""
         rows, width, ranks = (
             x.flatten(-2).reshape(-1, x.shape[-2] * x.shape[-1]),
             self.weight.numel(),
@@ -212,19 +212,19 @@ class _Swish(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """X sigmoid(x), in the place of torch's as config.activation_func."""
+    """Compute x sigmoid(x). It replaces torch's function as config.activation_func."""
     out: Any = _Swish.apply(x, 1.0)
     return out
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """X sigmoid(1.702 x), in the place of Megatron's as config.activation_func."""
+    """Compute x sigmoid(1.702 x). It replaces Megatron's function as config.activation_func."""
     out: Any = _Swish.apply(x, 1.702)
     return out
 
 
 class BatchInvariantRouter(ReplayRouter):
-    """Logits, choice and weights by ops/batch_invariant.py; the weights' gradient is that of Megatron's own formula."""
+    """Router with logits, choice and weights from ops/batch_invariant.py. The weights' gradient uses Megatron's formula."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -239,17 +239,17 @@ class BatchInvariantRouter(ReplayRouter):
         )
 
     def compute_logits(self, input: Tensor) -> Tensor:
-        """[s, b, d] -> [s, b, E] in fp32."""
+        """Compute logits [s, b, E] in fp32 from hidden states [s, b, d]."""
         logits = linear(input, self.weight, dtype=torch.float32)
         return logits if self.bias is None else logits + self.bias.float()
 
     @torch.no_grad()
     def choice(self, logits: Tensor) -> Tensor:
-        """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""
+        """Return the experts [T, k] int64 that the router itself would choose for logits [T, E]."""
         return self.rule.choose(self.rule.scores_of(logits, self.expert_bias))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [T, E] and map [T, E]."""
+        """Return weights [T, E] and the map of chosen experts [T, E]."""
         flat = logits.detach().view(-1, logits.shape[-1])
         self.router_replay.own = self.choice(flat)
         probs, chosen = super().routing(logits, padding_mask)
@@ -261,19 +261,19 @@ class BatchInvariantRouter(ReplayRouter):
 
 
 class BatchInvariantExperts(GroupedExperts):
-    """Experts whose products are batch-invariant."""
+    """Experts with batch-invariant products."""
 
     @staticmethod
     def product(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
-        """Rows of x by expert times each one's weight."""
+        """Multiply the rows of x by the weight of each row's expert."""
         return ops.grouped_linear(x, groups.counts, weights)
 
 
 class BatchInvariantMoELayer(ExpertMoELayer):
-    """Adds up a token's experts by rising id, in fp32."""
+    """Adds the outputs of a token's experts in ascending order of expert ids, in fp32."""
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Outputs [T k, d] of the experts, sorted by expert -> [s, b, d]."""
+        """Combine outputs [T k, d] of the experts, sorted by expert, into [s, b, d]."""
         dispatcher: Any = self.token_dispatcher
         rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
         combined: Any = _Combine.apply(output, rows)
@@ -300,20 +300,20 @@ class _Combine(torch.autograd.Function):
 
 
 class _TableRotation:
-    """Rotates by a table of cosines and sines that is the engine's too."""
+    """Rotary embedding from a table of cosines and sines; the engine uses the same table."""
 
     rotary: ops.Rotary
     _table: tuple[Tensor, Tensor] | None = None
 
     def angles(self, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, n] of positions [T] below `length`."""
+        """Return cosines and sines [T, n] of positions [T] below `length`."""
         if self._table is None or len(self._table[0]) < length or self._table[0].dtype != dtype:
             self._table = self.rotary.table(length, dtype)
         cosines, sines = (table.index_select(0, positions) for table in self._table)
         return cosines, sines
 
     def rotate(self, x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x `[T, 1, H, D]`; angles `[S, 1, 1, R]` say how many positions there are and how wide it is rotated."""
+        """Rotate x `[T, 1, H, D]`. The shape of angles `[S, 1, 1, R]` gives the number of positions and the rotated width."""
         width, heads = angles.shape[-1], x.squeeze(1)
         rotated = ops.rotate(heads[..., :width], *self.angles(positions, len(angles), x.dtype))
         return torch.cat((rotated, heads[..., width:]), dim=-1).unsqueeze(1)
@@ -334,18 +334,18 @@ class _ByHead(torch.autograd.Function):
 
 
 class _Product(torch.nn.Module):
-    """`linear` as a module without weights, whose output can be watched."""
+    """`linear` as a module without weights, so that hooks can watch its output."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight)
 
 
 class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
-    """MLA over the latents themselves, as an engine that caches them computes it (absorbed, arXiv 2405.04434).
+    """MLA on the latents themselves, like an engine that caches the latents (absorbed, arXiv 2405.04434).
 
-    Queries go into the space of the latents, and each head's mean of them through its value projection: other products than
-    Megatron's, which makes keys and values of the latents first. With H heads, latents of R and d a head they are about
-    (2 R + rope) / (2 d + rope) times its attention.
+    Queries are projected into the space of the latents, and each head's mean of latents goes through its value projection.
+    Megatron instead computes keys and values from the latents first. With H heads, rank R of the latents and head size d, the
+    attention costs about (2 R + rope) / (2 d + rope) times Megatron's.
     """
 
     config: Any
@@ -363,9 +363,9 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Query [T, H, R + rope], key [T, 1, R + rope] and value [T, 1, R] of a pack."""
+        """Return query [T, H, R + rope], key [T, 1, R + rope] and value [T, 1, R] of a pack."""
         if packed_seq_params is None:
-            raise UserError("precision.identical: multi-latent attention takes packed sequences alone")
+            raise UserError("precision.identical: multi-latent attention needs packed sequences")
         rank, rope = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
         compressed, combined = self._qkv_down_projection(hidden_states)
         if combined.shape[-1] != rank + rope:
@@ -391,7 +391,7 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return torch.cat((content, rotated), dim=-1), keys, latents.unsqueeze(1), compressed, latents
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Megatron's, whose layers for it are of classes that it chooses: they hold the weights alone."""
+        """Project down like Megatron. Its layers for this, of classes that Megatron chooses, only hold the weights."""
         tp, config = self.pg_collection.tp, self.config
         gathered = hidden_states
         if config.sequence_parallel:
@@ -409,9 +409,10 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return compressed, combined
 
     def _normed(self, latents: Tensor) -> Tensor:
-        """Latents [T, R], of which each rank's heads give a part of the gradient.
+        """Normalize latents [T, R]; each rank's heads contribute a part of the gradient.
 
-        With sequence parallelism the ranks' gradients of the norm's weight are summed: each has its own rows.
+        With sequence parallelism, the ranks' gradients of the norm's weight are summed. So each rank normalizes only its own
+        rows.
         """
         tp, norm = self.pg_collection.tp, cast("Any", self.kv_layernorm)
         if not self.config.sequence_parallel:
@@ -434,11 +435,11 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
 
 
 class BatchInvariantSelfAttention(_TableRotation, SelfAttention):
-    """Attention that rotates by the table."""
+    """Self-attention with the table's rotary embedding."""
 
 
 class BatchInvariantHeadsNormSelfAttention(_TableRotation, HeadsNormSelfAttention):
-    """The same, with norms over all heads of queries and keys."""
+    """Self-attention with the table's rotary embedding, and norms over all heads of queries and keys."""
 
     norm = BatchInvariantHeadsRMSNorm
 
@@ -459,15 +460,15 @@ _REPLACED: dict[Any, Any] = {
     HeadsNormSelfAttention: BatchInvariantHeadsNormSelfAttention,
     MLASelfAttention: BatchInvariantMLASelfAttention,
 }
-"""Class of a layer spec -> what takes its place."""
+"""Classes in a layer spec -> their batch-invariant replacements."""
 
 
 _CHOSEN_BY_CLASS = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Fields of a spec for which Megatron knows its own classes alone."""
+"""Fields of a spec for which Megatron only accepts its own classes."""
 
 
 def make_batch_invariant(spec: Any, rotary: ops.Rotary) -> None:
-    """Replace the classes of a layer spec, wherever they are in it, in place."""
+    """Replace the classes anywhere in a layer spec, in place."""
     for name, value in [*vars(spec).items()] if hasattr(spec, "__dict__") else []:
         if name in _CHOSEN_BY_CLASS:
             continue
@@ -479,7 +480,7 @@ def _replaced(value: Any, rotary: ops.Rotary) -> Any:
         kind = _REPLACED.get(value, value)
         return type(kind.__name__, (kind,), {"rotary": rotary}) if issubclass(kind, _TableRotation) else kind
     if isinstance(value, partial) and value.func in (GroupedExperts, BatchInvariantExperts):
-        return partial(BatchInvariantExperts, *value.args, **value.keywords)  # its linear layers only hold the weights
+        return partial(BatchInvariantExperts, *value.args, **value.keywords)  # its linear layers only hold weights
     if isinstance(value, partial):
         keywords = {name: _replaced(v, rotary) for name, v in value.keywords.items()}
         return partial(_replaced(value.func, rotary), *(_replaced(v, rotary) for v in value.args), **keywords)
@@ -491,13 +492,13 @@ def _replaced(value: Any, rotary: ops.Rotary) -> Any:
 
 
 def set_batch_invariant(config: Any, hf_config: Any) -> ops.Rotary:
-    """Give the provider activations that are batch-invariant; returns the table's rotary embedding.
+    """Set batch-invariant activations in the provider; return the rotary embedding for the table.
 
-    Errors: UserError naming what is not known here.
+    Errors: UserError that names an unsupported activation or rotary embedding.
     """
     known = {F.silu: silu, megatron_quick_gelu: quick_gelu}
     if config.activation_func not in known:
-        raise UserError(f"config: precision.identical: the activation {config.activation_func.__name__} is not known")
+        raise UserError(f"config: precision.identical: activation {config.activation_func.__name__} is not supported")
     config.activation_func = known[config.activation_func]
     try:
         return ops.Rotary.of(hf_config.to_dict())

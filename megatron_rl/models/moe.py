@@ -1,4 +1,4 @@
-"""The MoE layers of a model: where their experts' weights are, and what each expert of a token puts out."""
+"""The MoE layers of a model: access to their experts' weights and to the output of each token's experts."""
 
 from __future__ import annotations
 
@@ -16,77 +16,78 @@ from megatron_rl.models.router import ReplayRouter
 OUTPUT = "linear_fc2.weight"
 """Name of the output projection among an expert's parameters."""
 _OF_ONE = re.compile(r"\.(?P<kind>weight|bias)(?P<expert>\d+)$")
-"""Transformer Engine's grouped layers: linear_fc1.weight0, linear_fc1.weight1, ..."""
+"""Names in Transformer Engine's grouped layers: linear_fc1.weight0, linear_fc1.weight1, ..."""
 
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """One parameter of one expert: a parameter, or one row of a parameter that all experts share."""
+    """One parameter of one expert: a whole parameter, or a row of a parameter that all experts share."""
 
     parameter: torch.nn.Parameter
     row: int | None = None
 
     @property
     def data(self) -> Tensor:
-        """Its values, a view."""
+        """View of the expert's values."""
         return self.of(self.parameter.detach())
 
     @property
     def place(self) -> slice:
-        """Where it is in the flat parameter."""
+        """Range of the expert in the flat parameter."""
         size = self.data.numel()
         first = (self.row or 0) * size
         return slice(first, first + size)
 
     @property
     def main_grad(self) -> Tensor:
-        """A view of DDP's fp32 gradient buffer."""
+        """View of DDP's fp32 gradient buffer."""
         return self.of(self.parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
 
     def of(self, whole: Tensor) -> Tensor:
-        """This expert's part of a tensor like the parameter."""
+        """Return this expert's part of a tensor with the parameter's shape."""
         return whole if self.row is None else whole[self.row]
 
 
 class ExpertMoELayer(MoELayer):
-    """Megatron's layer; shows a pass that asks for them what the experts of each token put out, before they are summed."""
+    """Megatron's layer. A pass can ask for the outputs of each token's experts before they are summed."""
 
     router: ReplayRouter
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        experts: Any = self.experts  # by Megatron's type no module
+        experts: Any = self.experts  # Megatron's type for it is not a module
         for parameter in experts.parameters():
-            # Megatron marks the biases of experts' output projections as if each tensor-parallel rank had a part of their
-            # gradient. They are reduced with the experts, over these ranks too: marked, they would be summed once more.
+            # Megatron marks the biases of the experts' output projections as if each tensor-parallel rank had a part of their
+            # gradient. These biases are reduced with the experts, over these ranks too. With the mark they are summed twice.
             parameter.sequence_parallel = False
 
     def combine(self, output: Tensor) -> Tensor:
-        """Megatron's sum of the experts' outputs; the pass sees the outputs first."""
+        """Sum the experts' outputs like Megatron. Before this, the pass sees the outputs."""
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
-        # In training what is computed again is shown when its gradients are computed too, and so once.
+        # In training, a recomputed layer runs twice. The outputs are shown only in the run with gradients, so once.
         shown = torch.is_grad_enabled() or not self.training
         if route_pass is None or not route_pass.reads_outputs or not shown:
             return output
         dispatcher: Any = self.token_dispatcher
         rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
-        # So many experts has each token: to find that out, as masked_select does, a GPU would be waited for.
+        # Each token has k experts. A GPU would have to be waited for to find this out, as masked_select does.
         experts = dispatcher.routing_map.byte().argsort(dim=1, descending=True, stable=True)[:, : rows.shape[1]]
         weights = dispatcher.probs.gather(1, experts)
         return route_pass.see_outputs(self.router.router_replay.layer, output, rows, weights)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Megatron's; then its dispatcher lets go of the graph, which the router's weights would keep until the next pass.
+        """Finish the layer like Megatron, then detach the tensors that its dispatcher keeps.
 
-        With full recomputation that graph has the layer's input and its gradient, of all layers at the end of a backward.
+        Else the router's weights would keep the graph until the next pass. With full recomputation, the graph holds the layer's
+        input and its gradient, so at the end of a backward the inputs and gradients of all layers would be in memory.
         """
         output = super().postprocess(output, shared_expert_output)
         self.let_go()
         return output
 
     def let_go(self) -> None:
-        """Detach what the dispatcher keeps of this pass."""
+        """Detach the tensors of this pass that the dispatcher keeps."""
         dispatcher: Any = self.token_dispatcher
         for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
             for name, value in [*vars(holder).items()]:
@@ -95,13 +96,13 @@ class ExpertMoELayer(MoELayer):
 
 
 def rows_of_tokens(dispatcher: Any, topk: int) -> Tensor:
-    """[T, k] int64: rows of the all-to-all dispatcher's combined outputs that are a token's, by rising expert."""
-    # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
+    """Return each token's rows in the all-to-all dispatcher's combined outputs, by ascending expert, [T, k] int64."""
+    # Rows are sorted by expert, then by token. A stable sort by token keeps each token's experts in order.
     return dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True).view(-1, topk)
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:
-    """(model layer from 0, layer) of this process's MoE layers."""
+    """Yield (index of the model's layer, from 0; MoE layer) for this process's MoE layers."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, MoELayer) and isinstance(module.router, ReplayRouter):
@@ -109,10 +110,10 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELaye
 
 
 def expert_slices(experts: torch.nn.Module) -> dict[str, list[ExpertSlice]]:
-    """Trainable parameters of this rank's experts by the name that they have in one expert, each in the order of experts.
+    """Return the trainable parameters of this rank's experts, by their name within an expert, in the order of experts.
 
-    For each way in which Megatron stores them: an expert a module (SequentialMLP), a parameter (weight0, weight1, ... of
-    Transformer Engine's grouped layers), or a row of one parameter `[n, ...]`.
+    It covers Megatron's three forms: a module per expert (SequentialMLP), a parameter per expert (weight0, weight1, ... in
+    Transformer Engine's grouped layers), and a row per expert in one parameter `[n, ...]`.
     """
     if hasattr(experts, "local_experts"):
         found: dict[str, list[ExpertSlice]] = {}

@@ -14,15 +14,15 @@ from megatron_rl.errors import UserError
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
 
-    Megatron's local `WrappedTorchNorm` refuses sequence parallelism; this one marks its weight with
-    `sequence_parallel`, so that Megatron sums its gradient over the tensor-parallel ranks. Fits every norm of a spec:
-    built with (config, hidden_size, eps). Errors: UserError for a normalization that is not RMSNorm.
+    Megatron's local `WrappedTorchNorm` refuses sequence parallelism. This class marks its weight with `sequence_parallel`, so
+    that Megatron sums the weight's gradient over the tensor-parallel ranks. It fits every norm of a layer spec: the arguments
+    are (config, hidden_size, eps). Errors: UserError for a normalization other than RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object):
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise UserError(f"model: normalization '{config.normalization}' is not supported, RMSNorm alone is")
+            raise UserError(f"model: normalization '{config.normalization}' is not supported; only RMSNorm is")
         if config.layernorm_zero_centered_gamma:
             raise UserError("model: a zero-centered norm weight (layernorm_zero_centered_gamma) is not supported")
         self.eps = eps
@@ -30,15 +30,15 @@ class RMSNorm(torch.nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 as Megatron marks its own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x `[..., hidden_size]`; same shape and type."""
+        """Normalize x `[..., hidden_size]`; return the same shape and dtype."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class HeadsRMSNorm(RMSNorm):
-    """RMSNorm over all heads together (OLMoE's q_norm and k_norm), of which each tensor-parallel rank holds some.
+    """RMSNorm over all heads together (OLMoE's q_norm and k_norm), with the heads split over the tensor-parallel ranks.
 
-    The weight `[heads * head_dim]` is whole on each rank, as the Bridge's conversion expects; a rank uses its own
-    slice, and Megatron sums the gradient of q_layernorm and k_layernorm over the ranks.
+    Each rank has the full weight `[heads * head_dim]`, as the Bridge's conversion expects, and uses its own slice. Megatron
+    sums the gradient of q_layernorm and k_layernorm over the ranks.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HeadsRMSNorm(RMSNorm):
         self.tp_group = tp_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
+        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; return the same shape and dtype."""
         flat = x.flatten(-2)
         if self.tp_group.size() == 1:
             return super().forward(flat).view_as(x)
@@ -60,7 +60,7 @@ class HeadsRMSNorm(RMSNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the group in both directions: each rank's output depends on each rank's input."""
+    """Sum over the group in forward and backward, because each rank's output depends on each rank's input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The packed micro-batch's data that goes through the model beside its hidden states."""
+"""Data of a packed micro-batch that goes through the model beside its hidden states."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from megatron_rl.routing.passes import RoutePass, RouterLosses
 
 
 class LayerOutputs(Protocol):
-    """Whoever looks at the outputs of a micro-batch's decoder layers."""
+    """Interface of an observer of the decoder layers' outputs in a micro-batch."""
 
     def see(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output [rows, 1, hidden] of a layer, from 0, that goes on to the next one."""
+        """Return the output [rows, 1, hidden] of a layer (numbered from 0) that the next layer gets."""
         ...
 
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """The data that goes through the model beside a micro-batch's hidden states."""
+    """Data that goes through the model beside a micro-batch's hidden states."""
 
     places: TokenPlaces | None = None
-    """Places of its tokens; None: found on the way, at the price of waiting for a GPU."""
+    """Positions of the tokens; None to compute them during the pass, which has to wait for the GPU."""
     routing: RoutePass | None = None
-    """Work of the routers in this pass; None: they route freely, and nothing is recorded."""
+    """Work of the routers in this pass; None for free routing without recording."""
     features: LayerOutputs | None = None
-    """Who looks at the outputs of the layers in this pass."""
+    """Observer of the layers' outputs in this pass."""
     router_losses: RouterLosses | None = None
-    """Which tokens the routers balance, in a pass with gradients; None: all, and nothing is measured."""
+    """Router losses and the tokens that they count, in a pass with gradients; None: all tokens count, no measurement."""
 
 
 def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> TokenPlaces:
-    """The places of a micro-batch: as given, or computed once and stored on `params`, which all layers of a pass share."""
+    """Return a micro-batch's token places: given ones, or computed once and stored on `params`, which all layers share."""
     given = getattr(params, "places", None)
     if given is not None:
         return given
@@ -46,5 +46,5 @@ def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distribut
         if cu_seqlens is None:
             raise ValueError("packed sequences without cu_seqlens_q")
         found = (key, TokenPlaces.build(cu_seqlens, *key))
-        setattr(params, "_places", found)  # noqa: B010 Megatron's own class, which has no such field
+        setattr(params, "_places", found)  # noqa: B010 Megatron's class has no such field
     return found[1]

@@ -1,4 +1,4 @@
-"""Checks of a model folder's config.json: supported architectures, and parallel sizes that divide it. No Megatron."""
+"""Checks of a model folder's config.json: supported architectures, and parallel sizes that fit it. Needs no Megatron."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_rl.models.families import (
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
     """Read config.json of a local model folder.
 
-    Errors: UserError when the folder or the file is missing, is not JSON, describes a model that is not supported, or names
-    code of the folder itself, which is never run.
+    Errors: UserError if the folder or the file is missing, is not JSON, describes an unsupported model, or asks for code from
+    the folder, which is never run.
     """
     folder = Path(path)
     if not str(path):
@@ -41,7 +41,7 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
 
 
 def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse parallel sizes that do not divide the model or the processes. Errors: UserError naming key and remedy."""
+    """Refuse parallel sizes that do not divide the model or the processes. Errors: UserError that names key and remedy."""
     experts, expert_tensor = expert_count(config), expert_tensor_size(parallel)
     copies = {
         "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
@@ -93,7 +93,7 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
 
 
 def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
-    """Refuse settings that would change the result without changing any tensor's name or shape. Errors: UserError."""
+    """Refuse settings that change the results without changing any tensor's name or shape. Errors: UserError."""
     name = architecture(config)
     if name not in FAMILIES:
         raise UserError(
@@ -104,7 +104,7 @@ def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
         raise UserError(f"model folder {folder}: config.json has {key} = {getattr(config, key)!r}: {why}")
 
     if is_classifier(config) and config.num_labels != 1:
-        refuse("num_labels", "a reward model or critic has one; classifiers of several classes are not supported")
+        refuse("num_labels", "reward models and critics have 1; classifiers of several classes are not supported")
     if config.hidden_act != "silu":
         refuse("hidden_act", "only silu is supported")
     if getattr(config, "use_sliding_window", False):
@@ -125,12 +125,12 @@ def _choices(total: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error of transformers' Auto classes on one line; in place of their advice to run the folder's own code, ours."""
+    """Return an error of transformers' Auto classes in one line, without their advice to run the folder's own code."""
     if "trust_remote_code" in str(error):
-        return "it names code of the folder itself (auto_map), which is never run; save it with a class of transformers"
+        return "it names code in the folder itself (auto_map), which is never run; save it with a class of transformers"
     return one_line(error)
 
 
 def one_line(error: BaseException | str) -> str:
-    """An error's message on one line, cut to a readable length."""
+    """Return an error's message in one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,7 +1,7 @@
 """Adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
 
-There each projection and each expert is a layer of its own. Megatron fuses some of them (q, k and v; gate and up), with one
-adapter over the fused rows: its A is that of all of them, and its B is cut by rows.
+In PEFT's format, each projection and each expert is a layer of its own. Megatron fuses some of them (q, k and v; gate and up)
+with one adapter over the fused rows. All parts of a fused layer share its A, and its B is split by rows.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 SCORE = "score.weight"
 HEAD = PREFIX + SCORE
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""How init_lora_weights begins where PEFT takes a part out of the model's own weights at the start: such a
-folder's B A does not go with the model as it is. PEFT converts it (path_initial_model_for_weight_conversion)."""
+"""Beginnings of init_lora_weights values with which PEFT moves a part of the model's weights into the adapter at the start.
+Such a folder's B A does not fit the original model. PEFT can convert it (path_initial_model_for_weight_conversion)."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Low-rank update of one layer: scale x B A."""
+    """A low-rank update of one layer: scale x B A."""
 
     down: Tensor
-    """A [r, in]."""
+    """Matrix A, [r, in]."""
     up: Tensor
-    """B [out, r]."""
+    """Matrix B, [out, r]."""
     magnitude: Tensor | None = None
-    """[out], of DoRA."""
+    """Row lengths of DoRA, [out]; None for LoRA."""
 
     def merged(self, weight: Tensor, scale: float) -> Tensor:
-        """The layer's weight [out, in] with it, computed in fp32 and rounded once."""
+        """Return the layer's weight [out, in] plus the update, computed in fp32 and rounded once."""
         merged = weight.float() + scale * (self.up.float() @ self.down.float())
         if self.magnitude is not None:
             merged *= (self.magnitude.float() / merged.norm(dim=1)).unsqueeze(1)
@@ -64,9 +64,9 @@ class LowRank:
 
 
 def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
-    """Hugging Face's layers of one of Megatron's: q, k and v; gate and up; or one.
+    """Return Hugging Face's layers for one of Megatron's layers: q, k and v; gate and up; or a single one.
 
-    Errors: UserError for a layer that PEFT's format has no form for.
+    Errors: UserError for a layer that PEFT's format cannot represent.
     """
     mapping = registry.megatron_to_hf_lookup(f"{name}.weight")
     hf_param: Any = mapping.hf_param if mapping else ""
@@ -76,14 +76,14 @@ def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
             parts = [hf_param[part] for part in fused]
     if not all(isinstance(part, str) and part.endswith(".weight") for part in parts):
         raise UserError(
-            f"config: lora.targets has {name}: PEFT's format has no adapters of {hf_param or 'such layers'}, which hold all"
-            " experts of a layer in one tensor; take *.self_attention.linear_* alone"
+            f"config: lora.targets has {name}: PEFT's format has no adapters for {hf_param or 'such layers'}, which hold all"
+            " experts of a layer in one tensor; use only *.self_attention.linear_*"
         )
     return [part.removesuffix(".weight") for part in parts]
 
 
 def adapted_modules(path: str, targets: Sequence[str]) -> list[str]:
-    """Last parts of Hugging Face's names of the layers that have an adapter. path: of the model; targets: lora.targets."""
+    """Return the last name parts of Hugging Face's adapted layers. path: model folder; targets: lora.targets."""
     hf_config = read_hf_config(path)
     registry, layers = make_bridge(hf_config).mapping_registry(), set()
     names = parameter_names(Shape.from_config(hf_config))
@@ -93,7 +93,7 @@ def adapted_modules(path: str, targets: Sequence[str]) -> list[str]:
 
 
 def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:
-    """Hugging Face's layers of one of Megatron's, each with its rows [n] of the fused weight. Errors: as check_form."""
+    """Return Hugging Face's layers for one of Megatron's, with their rows [n] of the fused weight. Errors: see check_form."""
     layers, every = check_form(registry, name), torch.arange(rows)
     if len(layers) == 3:
         parts = [part.flatten() for part in split_qkv_weights(config, every.view(-1, 1), feature_dim=1)]
@@ -106,11 +106,11 @@ def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: i
 
 
 def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
-    """All adapters of the model, whole and on the host, by their layers' names; on rank 0. Collective."""
+    """Return all adapters of the model, in full and on the host, by layer name, on rank 0. Collective."""
     mine: dict[str, LowRank] = {}
     for adapter in adapters:
         down, up, magnitude = adapter.down(), adapter.up(), adapter.magnitude
-        if adapter.gated and adapter.group is not None:  # each rank has its part of both halves
+        if adapter.gated and adapter.group is not None:  # each rank has parts of gate and up
             halves = [part.chunk(2) for part in up.chunk(adapter.group.size())]
             up = torch.cat([torch.cat(half) for half in zip(*halves, strict=True)])
         if _is_ours(adapter):
@@ -122,7 +122,7 @@ def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
 
 
 def _is_ours(adapter: Adapter) -> bool:
-    """True if this rank is the one, of those that hold the same, that gives it."""
+    """Return True if this rank is the one that contributes the adapter, among the ranks that hold the same."""
     if adapter.is_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -130,7 +130,7 @@ def _is_ours(adapter: Adapter) -> bool:
 
 
 def to_peft(found: Mapping[str, LowRank], registry: MegatronMappingRegistry, config: Any) -> dict[str, Tensor]:
-    """The tensors of an adapter_model.safetensors."""
+    """Return the tensors of an adapter_model.safetensors file."""
     tensors = {}
     for name, low_rank in found.items():
         for layer, rows in hf_layers(registry, config, name, len(low_rank.up)):
@@ -142,11 +142,11 @@ def to_peft(found: Mapping[str, LowRank], registry: MegatronMappingRegistry, con
 
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, base: Path) -> None:
-    """Write a folder in PEFT's format; base: that of the model. Errors: OSError."""
+    """Write a folder in PEFT's format. base: folder of the model. Errors: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     base_id = as_id(str(base))
-    # Whoever reads it may be elsewhere.
+    # The folder may be read from another working directory, so a path is made absolute.
     named, _, revision = base_id.partition("@") if base_id != str(base) else (str(base.resolve()), "", "")
     settings = {
         "peft_type": "LORA",
@@ -167,13 +167,13 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, bas
     }
     try:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # of a full disk
+    except SafetensorError as error:  # the disk is full
         raise OSError(*error.args) from None
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _target_modules(layers: set[str], base: Path) -> list[str]:
-    """Last parts of the layers' names, or whole names where other layers of the model have the same last part."""
+    """Return the last parts of the layers' names, or full names if other layers have the same last part."""
     last = {layer.rpartition(".")[2] for layer in layers}
     others = {name.removesuffix(".weight") for name in _names(base) if name.endswith(".weight")} - layers
     return sorted(layers if any(other.rpartition(".")[2] in last for other in others) else last)
@@ -190,23 +190,23 @@ def _names(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """An adapter folder, by the names of Hugging Face's layers."""
+    """Contents of an adapter folder, by the names of Hugging Face's layers."""
 
     path: Path
     settings: dict[str, Any]
     layers: dict[str, LowRank]
     score: Tensor | None
-    """[1, hidden], the head of a reward model."""
+    """Weight of a reward model's head, [1, hidden]; None without one."""
 
     def scale(self, layer: str) -> float:
-        """Factor of B A in a layer."""
+        """Return the factor of B A in a layer."""
         rank = self.layers[layer].down.shape[0]
         alpha = float(self.settings.get("lora_alpha", 8))
         return alpha / rank**0.5 if self.settings.get("use_rslora") else alpha / rank
 
 
 def read_folder(folder: Path) -> PeftFolder:
-    """Read an adapter folder. Errors: UserError naming what is missing, damaged, or not supported."""
+    """Read an adapter folder. Errors: UserError that names what is missing, damaged or not supported."""
     try:
         settings = json.loads((folder / CONFIG).read_text())
         with safe_open(folder / WEIGHTS, "pt") as opened:
@@ -228,7 +228,7 @@ def read_folder(folder: Path) -> PeftFolder:
     if start.startswith(CHANGES_THE_BASE):
         raise UserError(
             f"adapter folder {folder}: init_lora_weights = {start} has changed the weights of its model; save it with PEFT's"
-            " path_initial_model_for_weight_conversion, which makes a plain one of it"
+            " path_initial_model_for_weight_conversion, which makes a plain adapter"
         )
     score = tensors.pop(HEAD, None)
     layers = {}
@@ -238,17 +238,17 @@ def read_folder(folder: Path) -> PeftFolder:
             key = name.removesuffix(A)
             layers[layer.removesuffix(A)] = LowRank(tensors[name], tensors[key + B], tensors.get(key + MAGNITUDE))
         elif not name.endswith((B, MAGNITUDE)):
-            raise UserError(f"adapter folder {folder}: tensor {name} is not supported: neither LoRA's nor DoRA's")
+            raise UserError(f"adapter folder {folder}: tensor {name} is not supported: it is neither LoRA's nor DoRA's")
     if not layers:
         raise UserError(f"adapter folder {folder}: {WEIGHTS} has no adapters")
     return PeftFolder(folder, settings, layers, score)
 
 
 def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMappingRegistry, config: Any) -> list[str]:
-    """Give a model's adapters what the folder has of them; others stay as they are. Returns the layers that it took.
+    """Fill a model's adapters from a folder; adapters without an entry stay unchanged. Return the layers that were used.
 
-    Where q, k and v, or gate and up, have A's of their own, the adapter of the fused layer takes up the sum of their ranks.
-    Errors: UserError where an adapter has too small a rank for the folder's.
+    If the folder's layers for q, k and v (or gate and up) have different A's, the adapter of the fused layer needs the sum of
+    their ranks. Errors: UserError if an adapter's rank is too small.
     """
     taken = []
     for adapter in adapters:
@@ -266,7 +266,7 @@ def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMapp
         if wanted > adapter.module.dim:
             raise UserError(
                 f"config: lora.rank = {adapter.module.dim} is too small for lora.path = {folder.path}: {adapter.name} needs"
-                f" {wanted}" + ("" if shared else ", as the layers that it fuses have A's of their own")
+                f" {wanted}" + ("" if shared else ", because the layers that it fuses have different A's")
             )
         up.zero_()
         start = 0
@@ -291,7 +291,7 @@ def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMapp
 
 
 def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """The folder of the model that adapters name: by a folder, or an id of the hub. Errors: UserError."""
+    """Return the folder of the model that the adapters name: a folder, or an id of the hub. Errors: UserError."""
     named, revision = settings.get("base_model_name_or_path") or "", settings.get("revision")
     if named and not Path(named).exists() and hub_id(named) is not None:
         try:
@@ -302,19 +302,19 @@ def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
 
 
 def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Path | None = None) -> None:
-    """Write the model that an adapter folder belongs to, with the adapters in its weights, as a Hugging Face folder.
+    """Write the model of an adapter folder, with the adapters merged into its weights, as a Hugging Face folder.
 
-    base: that model's folder, by default the one that the adapter folder names. metadata: folder of config.json and tokenizer
-    that the result gets. Errors: UserError.
+    base: folder of the model, by default the one that the adapter folder names. metadata: folder from which the result gets
+    config.json and tokenizer. Errors: UserError.
     """
     adapter = read_folder(folder)
     base = base or _base_of(folder, adapter.settings)
     if not (base / "config.json").is_file():
         raise UserError(
-            f"adapter folder {folder}: belongs to the model {base}, which is not there; name its folder with --base"
+            f"adapter folder {folder}: belongs to the model {base}, which does not exist; give its folder with --base"
         )
     if "quantization_config" in json.loads((base / "config.json").read_text()):
-        raise UserError(f"adapter folder {folder}: its model {base} is quantized; adapters go with plain weights alone")
+        raise UserError(f"adapter folder {folder}: its model {base} is quantized; adapters need unquantized weights")
     left = set(adapter.layers)
 
     def merged() -> Iterator[tuple[str, Tensor]]:
@@ -326,10 +326,8 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
                 left.discard(layer)
                 fits = (adapter.layers[layer].up.shape[0], adapter.layers[layer].down.shape[1])
                 if fits != weight.shape:
-                    wrong = (
-                        f"its {layer} goes with a weight of {list(fits)}, and the model {base} has {list(weight.shape)}"
-                    )
-                    raise UserError(f"adapter folder {folder}: {wrong}; name another --base")
+                    wrong = f"its {layer} fits a weight of {list(fits)}, but the model {base} has {list(weight.shape)}"
+                    raise UserError(f"adapter folder {folder}: {wrong}; give another --base")
                 yield name, adapter.layers[layer].merged(weight, adapter.scale(layer))
             else:
                 yield name, weight
@@ -343,5 +341,5 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
         write_weights(partial, merged())
         if left:
             raise UserError(
-                f"adapter folder {folder}: {sorted(left)[0]} is no layer of the model {base}; name another --base"
+                f"adapter folder {folder}: {sorted(left)[0]} is not a layer of the model {base}; give another --base"
             )

@@ -1,6 +1,6 @@
-"""Precision recipes of trainer and engine: one table, and one answer to the question which of them can run where.
+"""Precision recipes of trainer and engine: a table of the recipes, and a check of which recipe can run on which machine.
 
-`trainer_recipes` and `rollout_recipes` answer for every recipe on a given machine; the refusal at start
+`trainer_recipes` and `rollout_recipes` give an answer for every recipe on a given machine. The check at start
 (`check_precision`) and `megatron-rl doctor` print the same answers. `experts.py` (trainer) and `fp8.py` (weights of the
 engine) have the arithmetic that replaces FP8 products on a machine without a GPU.
 """
@@ -20,33 +20,33 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 
 Capability = tuple[int, int]
-"""Compute capability of a GPU, e.g. (9, 0) for Hopper."""
+"""Compute capability of a GPU, for example (9, 0) for Hopper."""
 
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """Number formats of the trainer. fp8 recipes have the parameters, optimizer and master weights of bf16."""
+    """Number formats of the trainer. FP8 recipes have the same parameters, optimizer and master weights as bf16."""
 
     dtype: torch.dtype
-    """Type of the parameters."""
+    """Dtype of the parameters."""
     fp8_recipe: str = ""
-    """Megatron's fp8_recipe; empty: no FP8."""
+    """Megatron's fp8_recipe; empty for no FP8."""
     fp8: Literal["", "e4m3", "hybrid"] = ""
-    """Megatron's fp8: e4m3 for all tensors; hybrid: gradients in e5m2."""
+    """Megatron's fp8: e4m3 for all tensors; hybrid for gradients in e5m2."""
     capability: Capability = (0, 0)
     """Lowest capability on which Transformer Engine's products of this recipe run."""
     below: Capability = (99, 0)
     """First higher capability on which they do not run."""
     cuda: str = "0"
-    """Oldest CUDA of torch with which Transformer Engine takes the recipe."""
+    """Oldest CUDA version of torch with which Transformer Engine supports the recipe."""
     transformer_engine: str = "0"
-    """Oldest release of Transformer Engine with which Megatron takes the recipe (`megatron/core/fp8_utils.py`)."""
+    """Oldest release of Transformer Engine with which Megatron supports the recipe (`megatron/core/fp8_utils.py`)."""
     multiple: int = 1
-    """Number whose multiples of tokens FP8 products take (Megatron's get_fp8_align_size)."""
+    """Required divisor of the number of tokens in FP8 products (Megatron's get_fp8_align_size)."""
     block: int | None = None
-    """Edge of the blocks that share a scale in the simulation without a GPU; 0: whole tensors; None: not simulated."""
+    """Edge length of blocks with a common scale in the simulation without a GPU; 0: whole tensors; None: not simulated."""
     near: tuple[str, ...] = ()
-    """Other recipes, the nearest first."""
+    """Other recipes, the most similar first."""
 
 
 _FP8: dict[str, Any] = {"dtype": torch.bfloat16, "multiple": 16}
@@ -86,9 +86,9 @@ TRAIN: dict[str, PrecisionRecipe] = {
     ),
 }
 ROLLOUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
-"""Type in which the engine computes and holds whatever is not FP8."""
+"""Dtype in which the engine computes and stores everything that is not FP8."""
 ROLLOUT_CAPABILITY: Capability = (8, 9)
-"""Lowest capability for SGLang's block FP8: below it Marlin lays the weights out in a way that no push fills."""
+"""Lowest capability for SGLang's block FP8. Below it, Marlin changes the layout of weights, which no push can fill."""
 SLOW_BF16 = (
     "this processor has no instructions for bf16 (AVX-512 BF16 or AMX) and is many times slower in it than in fp32"
 )
@@ -97,21 +97,21 @@ _CARDS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide; versions are None where a package is not installed."""
+    """The facts that decide which recipes run. Versions are None for packages that are not installed."""
 
     gpu: Capability | None
     transformer_engine: str | None
     modelopt: str | None
     cuda: str | None
-    """CUDA with which torch was built."""
+    """CUDA version with which torch was built."""
     fused_adam: bool = False
-    """True if Megatron's Adam is that of Transformer Engine or Apex; otherwise it is torch's."""
+    """True if Megatron's Adam comes from Transformer Engine or Apex; otherwise it is torch's."""
     fast_bf16: bool = True
-    """True if GPU or processor multiply bf16 in hardware."""
+    """True if the GPU or the processor multiplies bf16 in hardware."""
 
 
 def this_machine() -> Machine:
-    """The facts about this machine."""
+    """Return the facts about this machine."""
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
     return Machine(
@@ -125,7 +125,7 @@ def this_machine() -> Machine:
 
 
 def has_bf16_instructions(cpuinfo: str) -> bool:
-    """True if /proc/cpuinfo has the flags of AVX-512 BF16, AMX, or Arm's; what cannot be read is given credit."""
+    """Return True if /proc/cpuinfo has a flag of AVX-512 BF16, AMX or Arm's bf16, or if it has no flags at all."""
     flags = {
         flag for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features")) for flag in line.split()
     }
@@ -135,7 +135,7 @@ def has_bf16_instructions(cpuinfo: str) -> bool:
 def slow_bf16(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> str | None:
-    """A line for the user where bf16 is asked for and slow; None where all is well."""
+    """Return a line for the user if bf16 is requested and slow; None otherwise."""
     asked = [("train", precision.train)] * trains + [("rollout", precision.rollout)] * rolls_out
     keys = [f"precision.{side}: fp32" for side, recipe in asked if recipe == "bf16"]
     if machine.fast_bf16 or not keys:
@@ -152,24 +152,24 @@ def _cpuinfo() -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to the question if a recipe can run on a machine."""
+    """Answer to the question whether a recipe can run on a machine."""
 
     recipe: str
     state: Literal["runs", "simulated", "cannot"]
     reason: str = ""
-    """The simulation's arithmetic, or what is missing."""
+    """Arithmetic of the simulation, or what is missing."""
     nearest: str = ""
-    """The recipe to take instead of one that cannot run."""
+    """The most similar recipe that can run, with "can run" or "can be simulated"; empty if the recipe itself can."""
 
 
 def trainer_recipes(machine: Machine) -> dict[str, Answer]:
-    """The answer for each recipe of precision.train."""
+    """Return the answer for each recipe of precision.train."""
     answers = {name: _trainer(name, recipe, machine) for name, recipe in TRAIN.items()}
     return {name: _with_nearest(answer, TRAIN[name].near, answers) for name, answer in answers.items()}
 
 
 def rollout_recipes(machine: Machine) -> dict[str, Answer]:
-    """The answer for each recipe of precision.rollout."""
+    """Return the answer for each recipe of precision.rollout."""
     answers = {name: Answer(name, "runs") for name in ("bf16", "fp32")}
     if not machine.modelopt:
         fp8 = Answer("fp8", "cannot", "needs nvidia-modelopt, which quantizes the weights")
@@ -185,7 +185,7 @@ def rollout_recipes(machine: Machine) -> dict[str, Answer]:
 def check_precision(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> None:
-    """Refuse a recipe that cannot run here. Errors: UserError naming the key, the reason and the nearest recipe that can."""
+    """Refuse a recipe that cannot run here. Errors: UserError with the key, the reason and the nearest usable recipe."""
     asked = [("train", trainer_recipes(machine)[precision.train])] if trains else []
     asked += [("rollout", rollout_recipes(machine)[precision.rollout])] if rolls_out else []
     for key, answer in asked:
@@ -230,7 +230,7 @@ def _card(capability: Capability) -> str:
 
 
 def dotted(capability: Capability) -> str:
-    """A capability as it is written: 9.0."""
+    """Return a capability as it is usually written, for example 9.0."""
     return ".".join(map(str, capability))
 
 

@@ -1,4 +1,4 @@
-"""The router of a MoE layer, and the layer that tells it of the pass that it is part of."""
+"""The router of a MoE layer, and the transformer layer that hands the current pass to its router."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron_rl.routing.passes import RouteObserver, RoutePass, RouterLosses, R
 from megatron_rl.routing.predictor import RoutePredictor
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
-"""How the names of the predictors' parameters end, in a chunk."""
+"""Ending of the names of the predictors' parameters in a chunk."""
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, whose choice of experts a `RoutePass` may record, predict or replay.
+    """Megatron's router with a choice of experts that a `RoutePass` can record, predict or replay.
 
-    Scores, weights, groups and expert bias stay Megatron's; without a pass it is Megatron's router. Its auxiliary losses are
-    sums over this process's tokens that are no padding: the trainer divides all gradients by one number, and tells Megatron
-    by how much these are to be multiplied before (`Trainer._scale_of_router_losses`). Megatron's own are right where every
-    token of a micro-batch is in the loss, and they count padding.
+    Scores, weights, groups and expert bias stay Megatron's. Without a pass, it is Megatron's router. Its auxiliary losses are
+    sums over this process's tokens without padding. The trainer divides all gradients by a single number, so these losses are
+    first multiplied by `RouterLosses.weight` (`Trainer.update`). Megatron's own losses are only right if every token of a
+    micro-batch is in the loss, and they count padding.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -42,7 +42,7 @@ class ReplayRouter(TopKRouter):
 
     @contextmanager
     def during(self, batch: PackedBatch) -> Iterator[None]:
-        """Obey and tell what came with the packing inside the block. Errors: RuntimeError as `RouteSelector.during`."""
+        """Use the routes and losses of the batch inside the block. Errors: RuntimeError, see `RouteSelector.during`."""
         self._losses = batch.router_losses
         try:
             with self.router_replay.during(batch.routing):
@@ -51,12 +51,12 @@ class ReplayRouter(TopKRouter):
             self._losses = None
 
     def add_predictor(self) -> None:
-        """Give it an evolution predictor, at zero. The policy's optimizer and gradient buffers never see its weight."""
+        """Add an evolution predictor with zero weights. Its weight is not in the policy's optimizer and gradient buffers."""
         self.predictor = RoutePredictor(self.config.hidden_size, self.weight.shape[0]).to(self.weight.device)
         self.predictor.requires_grad_(False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[s, b, d] -> [s, b, E] logits."""
+        """Compute logits [s, b, E] from hidden states [s, b, d]."""
         logits = self.compute_logits(input)
         if self.adapter is not None and self.adapter.enabled:
             logits = logits + self.adapter(input).to(logits.dtype)
@@ -68,15 +68,15 @@ class ReplayRouter(TopKRouter):
         return route_pass.see_logits(self.router_replay.layer, hidden, flat, self).view_as(logits)
 
     def compute_logits(self, input: torch.Tensor) -> torch.Tensor:
-        """[s, b, d] -> [s, b, E]: the logits of Megatron's router."""
-        if HAVE_TE and input.dtype == torch.float32:  # the product that Megatron then takes is one of TF32
+        """Compute the logits [s, b, E] of Megatron's router from hidden states [s, b, d]."""
+        if HAVE_TE and input.dtype == torch.float32:  # Megatron would use a TF32 product here
             return F.linear(input, self.weight, self.bias)
         return super().gating(input)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[s, b, E] logits -> weights [T, E] of the experts of this pass, 0 for the others, and which they are [T, E] bool."""
+        """Return weights [T, E] (0 for experts not chosen) and the chosen experts [T, E] bool, from logits [s, b, E]."""
         weights, chosen = super().routing(logits, padding_mask=padding_mask)
         return self.router_replay.weigh(weights, self.config.moe_router_topk_scaling_factor or 1.0), chosen
 
@@ -84,7 +84,7 @@ class ReplayRouter(TopKRouter):
         return routing_map if self._losses is None else routing_map & self._losses.real[:, None]
 
     def _attached(self, name: str, coefficient: float, terms: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
-        """The activation as it is; its backward adds the gradient of coefficient x the sum of the terms [T]."""
+        """Return the activation unchanged; its backward adds the gradient of coefficient x the sum of the terms [T]."""
         losses = self._losses
         total = terms.sum() if losses is None else losses.weight * losses.see(name, self.router_replay.layer, terms)
         attached: Any = MoEAuxLossAutoScaler.apply(activation, coefficient * total)
@@ -97,33 +97,33 @@ class ReplayRouter(TopKRouter):
         if not coefficient:
             return probs
         loads = self._real(routing_map).sum(0)
-        if self.tp_cp_group.size() > 1:  # the other parts of the same micro-batch
+        if self.tp_cp_group.size() > 1:  # other parts of the micro-batch
             dist.all_reduce(loads, group=self.tp_cp_group)
         return self._attached("aux_loss", coefficient, load_balancing_terms(scores_for_aux_loss, loads), probs)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, E] logits -> the same, with the gradient of the z-loss."""
+        """Return the logits [T, E] unchanged; their backward adds the gradient of the z-loss."""
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         return self._attached("z_loss", coefficient, z_terms(logits), logits)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        if self.enable_expert_bias and torch.is_grad_enabled():  # of an update, and there once
+        if self.enable_expert_bias and torch.is_grad_enabled():  # only in updates, once each
             with torch.no_grad():
                 self.get_buffer("local_tokens_per_expert").add_(self._real(routing_map).sum(0))
 
     @torch.no_grad()
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
-        """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""
+        """Return the experts [T, k] int64 that the router itself would choose for logits [T, E]."""
         _, ids = self._top(logits, dense_output=True)
         return ids
 
     @torch.no_grad()
     def gates(self, logits: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, E] logits -> [T, E]: the weights of the experts that it would choose, 0 for the others; not scaled.
+        """Return the weights [T, E] of the experts that the router would choose for logits [T, E]; 0 for others, not scaled.
 
-        routes: [T, k] experts that are replayed in their place, sentinels where it chooses.
+        routes: experts [T, k] to use instead; a sentinel lets the router choose.
         """
         selector = None
         if routes is not None:
@@ -149,9 +149,9 @@ class ReplayRouter(TopKRouter):
 
 
 class RouterAdapter(torch.nn.Module):
-    """A low-rank adapter of a router, whole on every rank as the router is; like Megatron-Bridge's, which would cut it.
+    """A low-rank adapter of a router. Every rank has all of it, like the router; Megatron-Bridge's adapter would be split.
 
-    Under sequence parallelism each rank routes other tokens, and Megatron adds up the gradients of weights that say so.
+    Under sequence parallelism, each rank routes other tokens, and Megatron sums the gradients of weights with this mark.
     """
 
     input_is_parallel = False
@@ -166,16 +166,16 @@ class RouterAdapter(torch.nn.Module):
             parameter.sequence_parallel = router.config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., d] -> [..., E], computed in fp32 as logits are."""
+        """Compute [..., E] from hidden states [..., d] in fp32, like the logits."""
         low = torch.nn.functional.linear(hidden.float(), self.linear_in.weight.float())
         return torch.nn.functional.linear(low, self.linear_out.weight.float()) * (self.alpha / self.dim)
 
     def enable_adapter_layers(self) -> None:
-        """Count from now on."""
+        """Turn the adapter on."""
         self.enabled = True
 
     def disable_adapter_layers(self) -> None:
-        """Add nothing from now on."""
+        """Turn the adapter off."""
         self.enabled = False
 
 
@@ -188,7 +188,7 @@ class _Given(RouteObserver):
 
 
 class ReplayTransformerLayer(TransformerLayer):
-    """Megatron's layer; hands the pass that came with the packing to its router."""
+    """Megatron's layer; gives its router the pass that comes with the packed batch."""
 
     def _forward_mlp(
         self,
@@ -206,7 +206,7 @@ class ReplayTransformerLayer(TransformerLayer):
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, ReplayRouter]]:
-    """(model layer from 0, router) of this process's MoE layers."""
+    """Yield (index of the model's layer, from 0; router) for this process's MoE layers."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, ReplayRouter):

@@ -1,7 +1,7 @@
-"""How many numbers a model holds, read off its config.json: every weight as Megatron has it, whole and on one rank.
+"""Number of parameters of a model, from its config.json: every weight as Megatron has it, in full and on one rank.
 
-Arithmetic alone, for all supported families. `tests/models/test_sizes.py` compares the counts with
-those of Megatron's own modules and of transformers'.
+The module only does arithmetic, for all supported families. `tests/models/test_sizes.py` compares the counts with Megatron's
+own modules and with transformers.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "he
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of the model, or one of `copies` of the same shape (experts)."""
+    """One parameter of the model, or one of `copies` parameters of the same shape (experts)."""
 
     part: Part
     shape: tuple[int, ...]
     name: str
-    """Megatron's without Transformer Engine (`models.freeze`), with * for the numbers of experts."""
+    """Megatron's name without Transformer Engine (`models.freeze`), with * for the numbers of experts."""
     cut: bool = False
-    """True if tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole.
+    """True if tensor parallelism splits the weight (expert tensor parallelism for experts); else every rank has all of it.
     """
     copies: int = 1
-    """Number of experts that have one, which expert parallelism shares out."""
+    """Number of experts that have such a parameter; expert parallelism divides the experts among ranks."""
 
     @property
     def size(self) -> int:
-        """Numbers, over all copies."""
+        """Number of elements over all copies."""
         return math.prod(self.shape) * self.copies
 
     @property
     def is_matrix(self) -> bool:
-        """True if a linear layer multiplies with it (and FP8 may store it)."""
+        """True if a linear layer multiplies with the weight (and FP8 may store it)."""
         return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
 
     def on_rank(self, parallel: ParallelConfig) -> Weight:
-        """One rank's part of the weight in its pipeline stage, as one flat vector for each copy."""
+        """Return one rank's part of the weight in its pipeline stage, as one flat vector per copy."""
         experts = self.part == "experts"
         ranks = expert_tensor_size(parallel) if experts else parallel.tensor
         size = math.prod(self.shape) // (ranks if self.cut else 1)
@@ -66,22 +66,22 @@ class Weight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of the whole model; tied embeddings count once."""
+    """Numbers of parameters of the whole model; tied embeddings count once."""
 
     total: int
     experts: int
-    """Parameters of routed experts."""
+    """Number of parameters of routed experts."""
     dense: int
-    """All other parameters."""
+    """Number of all other parameters."""
     embedding: int
-    """The dense parameters of embedding and head."""
+    """Number of dense parameters in embedding and head."""
     active: int
-    """Parameters that a token meets: all but the experts to which it is not sent."""
+    """Number of parameters that a token uses: all except the experts that it is not routed to."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that memory depends on, under the same names for all families."""
+    """Sizes of a model that determine its memory, under the same names for all families."""
 
     layers: int
     moe_layers: tuple[int, ...]
@@ -97,30 +97,30 @@ class Shape:
     intermediate: int
     """Inner size of a dense layer's MLP."""
     experts: int
-    """Routed experts of a layer; 0: a dense model."""
+    """Number of routed experts per layer; 0 for a dense model."""
     topk: int
     expert_intermediate: int
     shared_intermediate: int
-    """Inner size of all shared experts together; 0: none."""
+    """Inner size of all shared experts together; 0 without shared experts."""
     q_lora: int
-    """Width of the low-rank queries of multi-latent attention; 0: none."""
+    """Rank of the low-rank queries in multi-latent attention; 0 without low-rank queries."""
     kv_lora: int
-    """Width of its low-rank keys and values; 0: no multi-latent attention."""
+    """Rank of the low-rank keys and values in multi-latent attention; 0 without multi-latent attention."""
     qk_norm: Literal["none", "head", "heads"]
-    """Norms of queries and keys: of each head by itself, or of all heads together (OLMoE)."""
+    """Norms of queries and keys: none, over each head, or over all heads together (OLMoE)."""
     qkv_bias: bool
     bias: bool
     """True if the other linear layers have a bias."""
     sinks: bool
     windows: tuple[int | None, ...]
-    """Window of each layer's attention; None: it sees the whole sequence."""
+    """Attention window of each layer; None for the whole sequence."""
     router_bias: bool
     value_head: bool = False
-    """True if the head gives one number instead of logits; then it is not tied."""
+    """True if the head gives one number instead of logits; such a head is never tied."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
-        """The sizes of a supported architecture (families.FAMILIES). value_head: by default that of the folder."""
+        """Return the sizes of a supported architecture (families.FAMILIES). value_head: by default, as in the folder."""
         value_head = is_classifier(config) if value_head is None else value_head
         family = family_of(config)
         moe, heads = family.moe, config.num_attention_heads
@@ -158,7 +158,7 @@ class Shape:
         )
 
     def padded_vocab(self, tensor: int) -> int:
-        """Number of rows of embedding and head, a multiple of the tensor-parallel size."""
+        """Return the number of rows of embedding and head: a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
 
 
@@ -172,9 +172,9 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRoutes:
-    """How SGLang returns a model's routes. gates: replies have the experts' weights too.
+    """Return the format in which SGLang returns a model's routes. gates: replies include the experts' weights.
 
-    Errors: UserError for a dense model, or more experts than gates fit beside.
+    Errors: UserError for a dense model, or for more experts than fit beside gates.
     """
     shape = Shape.from_config(config)
     if not shape.experts:
@@ -183,16 +183,16 @@ def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRou
 
 
 def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatures:
-    """The router features of a model that SGLang exports, in its dtype. Errors: as of `engine_routes`."""
+    """Return the format of the router features that SGLang exports, in its dtype. Errors: as `engine_routes`."""
     routes = engine_routes(config)
     return EngineFeatures(len(routes.moe_layers), config.hidden_size, routes.experts, dtype)
 
 
 def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:
-    """Weights of one layer.
+    """Return the weights of one layer.
 
-    transformer_engine: with it the low-rank projections of multi-latent attention are whole on every rank; those of
-    Megatron's local layers are cut.
+    transformer_engine: with it, every rank has the full low-rank projections of multi-latent attention. Megatron's local layers
+    split them.
     """
     norms = ("input_layernorm", "pre_mlp_layernorm")
     weights = [*_attention(shape, transformer_engine), *(Weight("norm", (shape.hidden,), f"{n}.weight") for n in norms)]
@@ -259,7 +259,7 @@ def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
 
 
 def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
-    """Embedding of the first pipeline stage; final norm and head of the last. Two stages have tied weights twice."""
+    """Return the embedding of the first stage, final norm and head of the last. Tied weights in two stages count twice."""
     table = (shape.padded_vocab(tensor), shape.hidden)
     weights = [Weight("embedding", table, EMBEDDING, cut=True)] if first else []
     if last:
@@ -272,14 +272,14 @@ def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> li
 
 
 def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Layers of a pipeline stage; with virtual stages those of all its chunks."""
+    """Return the layers of a pipeline stage; with virtual stages, the layers of all its chunks."""
     chunk = shape.layers // (parallel.pipeline * parallel.virtual_pipeline)
     starts = range(stage * chunk, shape.layers, parallel.pipeline * chunk)
     return [layer for start in starts for layer in range(start, start + chunk)]
 
 
 def adapter_weights(weights: Iterable[Weight], lora: LoRAConfig) -> list[Weight]:
-    """A [r, in] and B [out, r] of each weight that gets an adapter, and DoRA's lengths of rows [out]; of whole weights."""
+    """Return A [r, in] and B [out, r] of each adapted weight, and DoRA's row lengths [out]; for weights that are not split."""
     found = []
     for weight in weights if lora.rank else ():
         if is_target(weight.name.replace("*", "0"), lora.targets):
@@ -299,7 +299,7 @@ def rank_weights(
     transformer_engine: bool = True,
     lora: LoRAConfig | None = None,
 ) -> list[Weight]:
-    """Weights that one rank of a pipeline stage holds, adapters included; all ranks of a stage hold equally much."""
+    """Return the weights of one rank in a pipeline stage, adapters included. All ranks of a stage hold equal amounts."""
     ends = {"first": stage == 0, "last": stage == parallel.pipeline - 1}
     whole = end_weights(shape, **ends, tensor=parallel.tensor)
     for layer in stage_layers(shape, parallel, stage):
@@ -309,29 +309,29 @@ def rank_weights(
 
 
 def whole_model(shape: Shape) -> list[Weight]:
-    """Every weight of the model, in order, tied embeddings once."""
+    """Return every weight of the model in order, tied embeddings once."""
     ends = end_weights(shape, first=True, last=True)
     return [*ends[:1], *(w for layer in range(shape.layers) for w in layer_weights(shape, layer)), *ends[1:]]
 
 
 def parameter_names(shape: Shape) -> set[str]:
-    """The names of all parameters (`Weight.name`), those of each expert by itself."""
+    """Return the names of all parameters (`Weight.name`), with a separate name for each expert."""
     return {w.name.replace("*", str(i)) for w in whole_model(shape) for i in range(w.copies)}
 
 
 def linear_weights(shape: Shape, patterns: Sequence[str] = ()) -> set[str]:
-    """As parameter_names: weights of linear layers of attention, MLPs and experts that match a pattern; without any, all."""
+    """Return names of linear weights in attention, MLPs and experts that match a pattern; without patterns, all of them."""
     names = {w.name.replace("*", str(i)) for w in whole_model(shape) if w.is_matrix for i in range(w.copies)}
     return {name for name in names if not patterns or is_frozen(name, patterns)}
 
 
 def count(weights: Iterable[Weight], *parts: Part) -> int:
-    """How many numbers the weights hold; parts: those of these parts alone."""
+    """Return the number of parameters in the weights. parts: count only these parts."""
     return sum(w.size for w in weights if not parts or w.part in parts)
 
 
 def model_counts(shape: Shape) -> Counts:
-    """Counts of the whole model, without the rows that pad a vocabulary."""
+    """Return the counts of the whole model, without the rows that pad the vocabulary."""
     weights = whole_model(shape)
     total, experts = count(weights), count(weights, "experts")
     active = total - experts + (experts * shape.topk // shape.experts if experts else 0)

@@ -31,7 +31,7 @@ _LATENT = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Names in checkpoints of Transformer Engine's norms: those that local layers have, which so load what these have saved."""
+"""Checkpoint names of Transformer Engine's norms -> names in local layers, so that either can load the other's checkpoint."""
 
 
 def layer_spec(
@@ -44,19 +44,21 @@ def layer_spec(
     rotary: Rotary | None = None,
     norms_over_all_heads: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
+    """Return the layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
-    For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
-    Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
-    experts; the core attention is ours in both. ignore_sinks, flash_attention: as of `CoreAttention`. plain: the latter in any
-    case. rotary: batch-invariant layers, which rotate so; local ones. norms_over_all_heads: those of queries and
-    keys, as OLMoE has them (`Family.qk_norm`).
+    Use it as `provider.transformer_layer_spec` of Megatron-Bridge, or as `GPTModel(transformer_layer_spec=...)`. If CUDA and
+    Transformer Engine are available, it is Megatron's Transformer Engine spec, else Megatron's local spec with our norms and
+    experts. The core attention is ours in both.
+
+    ignore_sinks, flash_attention: see `CoreAttention`. plain: always use the local spec. rotary: make the layers
+    batch-invariant, with this rotary embedding; needs the local spec. norms_over_all_heads: norms of queries and keys run over
+    all heads, as in OLMoE (`Family.qk_norm`).
     """
     fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
     options = {"ignore_sinks": ignore_sinks, "flash_attention": flash_attention}
     core = ModuleSpec(module=CoreAttention, params=options)
-    layers: list[Any] = block.layer_specs or []  # ModuleSpecs, whose submodules Megatron leaves untyped
+    layers: list[Any] = block.layer_specs or []  # ModuleSpecs; Megatron does not type their submodules
     for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)

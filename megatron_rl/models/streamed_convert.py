@@ -1,7 +1,7 @@
-"""Conversion of a model that is larger than memory, by one process: weights go from file to file, some at a time.
+"""Conversion of a model larger than memory by a single process: weights go from file to file, some at a time.
 
-The model is built and its memory never touched, so that it takes none: Megatron's plan of a checkpoint and Megatron-Bridge's
-tasks look at shapes and addresses. What fills it is made when it is written, and freed then.
+The model is built, but its memory is never touched, so it takes no physical memory. Megatron's plan of a checkpoint and
+Megatron-Bridge's tasks only use shapes and addresses. Weights are made when they are written, and freed afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from megatron_rl.models.hf_folder import Checksums
 
 READ_BYTES = 128 * 1024**2
-"""Weights that are read from a checkpoint at a time, or one parameter; each such read looks at the whole metadata."""
+"""Bytes of weights to read from a checkpoint at a time (at least one parameter). Each read goes through all metadata."""
 STREAMED_SHARD_BYTES = 256 * 1024**2
-"""Least that an output file is allowed to hold, which memory has to hold too."""
+"""Smallest limit on the size of an output file in bytes. Memory has to hold one file."""
 
 
 class FolderSource:
-    """The source of a write (`dist_write.Write`): a model folder's weights for the parameters of an untouched model."""
+    """`source` of a write (`distributed_checkpoint.Write`): weights from a model folder for an untouched model's parameters."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class FolderSource:
         checksums: Checksums,
         done: Callable[[], object],
     ) -> None:
-        """tasks, weight_of: of `Model.reader`. checksums: take those of the parameters. done: called after each of them."""
+        """tasks, weight_of: from `Model.reader`. checksums: get an entry per parameter. done: called after each parameter."""
         self.tasks = sorted(tasks, key=_address)
         self._checksums = checksums
         self._weight_of = weight_of
@@ -43,7 +43,7 @@ class FolderSource:
         self._recent: tuple[WeightConversionTask | None, Tensor | None] = None, None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Content of a tensor that lies in a parameter's memory; if it belongs to no parameter: the tensor itself."""
+        """Return the content for a tensor in a parameter's memory. A tensor that is in no parameter is returned unchanged."""
         index = bisect_right(self.tasks, tensor.data_ptr(), key=_address) - 1
         task = self.tasks[max(index, 0)]
         start = tensor.data_ptr() - _address(task)
@@ -57,7 +57,7 @@ class FolderSource:
         if last is not task or weight is None:
             self._recent = None, None
             made = self._weight_of(task)
-            assert made is not None, task.param_name  # one process has all of every parameter
+            assert made is not None, task.param_name  # a single process has every parameter in full
             weight = made.detach().to(_parameter(task).dtype).contiguous()
             self._recent = task, weight
             self._checksums.take([(task.param_name, weight)])
@@ -70,9 +70,9 @@ def checkpoint_tasks(
     sharded: Mapping[str, Any],
     read: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Iterator[WeightConversionTask]:
-    """The tasks with weights of a checkpoint, which are read some at a time and freed when the caller lets go of them.
+    """Yield the tasks with weights from a checkpoint. Weights are read some at a time and freed when the caller drops them.
 
-    sharded: the model's sharded state dict. read: loads a part of it.
+    sharded: the model's sharded state dict. read: function that loads a part of it.
     """
     for group in _groups(tasks):
         parts = {task.param_name: _Part(sharded[task.param_name]) for task in group}
@@ -84,7 +84,7 @@ def checkpoint_tasks(
 
 
 class _Part:
-    """Part of a checkpoint that is read for one parameter, into memory of its own: the model's is never touched."""
+    """Part of a checkpoint to read for one parameter, into memory of its own, because the model's memory is not touched."""
 
     def __init__(self, sharded: ShardedTensor | ShardedTensorFactory) -> None:
         data = torch.empty_like(cast("Tensor", sharded.data))
@@ -94,20 +94,20 @@ class _Part:
         self.state: Any = dict_list_map_outplace(self._alone, own.build() if self._merge else own)
 
     def _alone(self, part: ShardedTensor) -> ShardedTensor:
-        """The same with axes that Megatron puts in front (layer, expert) as its own; it wants all along those at once."""
+        """Return the part with Megatron's prepended axes (layer, expert) as own axes, so that single indices can be loaded."""
         self._axes = part.prepend_axis_num
         shape = (1,) * self._axes + part.local_shape
         data = cast("Tensor", part.data).view(shape)
         return replace(part, data=data, local_shape=shape, prepend_axis_num=0)
 
     def merged(self, found: Any) -> Tensor:
-        """The parameter, of what was read into the state."""
+        """Return the parameter, assembled from what was read into the state."""
         parts: Any = dict_list_map_outplace(lambda tensor: tensor.view(tensor.shape[self._axes :]), found)
         return self._merge(parts) if self._merge else parts
 
 
 def shard_bytes(tasks: Iterable[WeightConversionTask], limit: int) -> int:
-    """Most bytes of an output file: a 32nd of the model within SHARD_BYTES and limit, as memory holds one."""
+    """Return the largest size of an output file in bytes: 1/32 of the model, between STREAMED_SHARD_BYTES and limit."""
     return min(limit, max(STREAMED_SHARD_BYTES, sum(_parameter(task).nbytes for task in tasks) // 32))
 
 

@@ -1,5 +1,5 @@
-"""Megatron-Core's side: parallel state, packing, forward-backward through its schedules, optimizer, checkpoints."""
+"""The Megatron-Core side: parallel state, packing, pipelined forward-backward passes, optimizer, checkpoints."""
 
 from megatron_rl.platform import activate
 
-activate()  # before the first import of Megatron, which looks for a GPU
+activate()  # must run before the first import of Megatron, which looks for a GPU

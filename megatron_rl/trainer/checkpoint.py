@@ -1,9 +1,9 @@
-"""Checkpoints: Megatron's dist_checkpointing, in a folder that exists under its final name only when it is complete.
+"""Checkpoints in Megatron's dist_checkpointing format. A checkpoint folder has its final name only when it is complete.
 
-A checkpoint carries model, optimizer, scheduler, random states, data position and step, and can be loaded on any other
-parallel layout. It is written to `step_N.tmp` with a SHA-256 manifest and renamed when all ranks are done, so that a crash
-while saving never harms an older one; so is one that is written in the background. Files that do not match the manifest are
-refused by name when it is loaded.
+A checkpoint holds model, optimizer, scheduler, random states, data position and step. It can be loaded on any other parallel
+layout. The files are written to `step_N.tmp` with a SHA-256 manifest, and the folder is renamed when all ranks are done, also
+after a background write. So a crash while saving never damages an older checkpoint. Loading checks the files against the
+manifest, and an error names each file that does not match.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from megatron_rl.trainer.trainer import Trainer
 T = TypeVar("T")
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-# Megatron writes process groups into the dict that it is given: each call gets a copy.
+# Megatron writes process groups into this dict, so each call gets a copy.
 _NAME = re.compile(r"step_(\d+)")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints below `folder`, oldest first."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was written, by its folder's name."""
+    """Return the step after which a checkpoint was written, from the name of its folder."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -69,7 +69,7 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
-    """A chunk's state; of a model with adapters without its weights, which stay as they are in the model's folder."""
+    """Return a chunk's state; for a model with adapters, without its frozen weights, which the model folder has."""
     if not trainer.model.lora.rank:
         return state
     endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
@@ -84,10 +84,10 @@ def _tracker() -> CudaRNGStatesTracker:
 
 
 def random_states() -> dict[str, Any]:
-    """State of every random generator of this process."""
+    """Return the state of every random generator of this process."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use it)
+        "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use this generator)
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": _tracker().get_states(),
@@ -95,7 +95,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Be as they were."""
+    """Restore the state of every random generator of this process."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
@@ -113,7 +113,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     if not trainer.config.parallel.distributed_optimizer:
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
-        # One object per process: it can be restored on the same number of processes alone.
+        # One object per process: it can only be restored on the same number of processes.
         state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
     if _scales_layout(trainer):
         scales = fp8.remembered(_with_reference(trainer))
@@ -122,7 +122,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
 
 
 def _scales_layout(trainer: Trainer) -> dict[str, int]:
-    """The layout to which scales by history belong, a process's to its layers and experts; nothing where there are none."""
+    """Return the layout to which delayed FP8 scales belong (each process has its layers' scales); empty without such scales."""
     if trainer.model.recipe.fp8_recipe != "delayed":
         return {}
     parallel = trainer.config.parallel
@@ -135,7 +135,7 @@ def _with_reference(trainer: Trainer) -> list[GPTModel]:
 
 
 def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedState]:
-    """State of the distributed optimizers, which is also put into `state`; empty if there are none."""
+    """Return the states of the distributed optimizers and put them into `state`; empty without distributed optimizers."""
     if not trainer.config.parallel.distributed_optimizer:
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
@@ -156,7 +156,7 @@ def _companions(trainer: Trainer) -> dict[str, Trainer]:
 def _with_companions(
     trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
-    """State of all that trains, a companion's under its name; and the parts of their optimizers, the trainer's own under ''."""
+    """Return the state of all models that train and the parts of their optimizers, by companion ('' for the trainer)."""
     state = _state(trainer, ranks, loading=loading, with_random=with_random)
     parts = {"": _distributed_state(trainer, state)}
     for name, companion in _companions(trainer).items():
@@ -168,10 +168,10 @@ def _with_companions(
 
 
 class Save:
-    """A checkpoint under way: all ranks make one, and all call `finish`, which gives it its name.
+    """A checkpoint that is being written. All ranks create one and call `finish`, which gives the folder its final name.
 
-    background: the files are written while training goes on, from a copy of the state on the host.
-    Errors: UserError when the disk is full or the folder cannot be written; older checkpoints stay untouched.
+    background: write the files while training goes on, from a copy of the state on the host.
+    Errors: UserError if the disk is full or the folder cannot be written. Older checkpoints stay untouched.
     """
 
     def __init__(
@@ -186,7 +186,11 @@ class Save:
         best: Collection[int] = (),
         background: bool = False,
     ) -> None:
-        """extra: small picklable state, the same on all ranks. keep: how many of the newest stay, beside steps `best`."""
+        """Start to write the checkpoint of `step`.
+
+        extra: small picklable state, the same on all ranks. keep: number of newest checkpoints to keep, besides the steps in
+        `best`.
+        """
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
         self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)
@@ -216,17 +220,17 @@ class Save:
         self._write = self._attempt(ranks.all_do, lambda: Write(state, self._partial, background=background))
 
     def written(self) -> bool:
-        """True if the files of all ranks are (all ranks call)."""
+        """Return True if all ranks have written their files. All ranks call this method."""
         return not self._ranks.maximum(int(not self._write.written()))
 
     def finish(self, timeout_s: float = 0.0) -> Path:
-        """Wait until the files are written, and give the folder its name (all ranks call).
+        """Wait until the files are written, then give the folder its final name. All ranks call this method.
 
-        Errors: UserError also where it takes longer than timeout_s.
+        Errors: UserError, also if the files are not written within timeout_s seconds.
         """
         deadline = time.monotonic() + timeout_s
         while not self.written():
-            # No rank waits in a collective for one that still writes.
+            # A rank must not wait in a collective for a rank that is still writing.
             if self._ranks.maximum(int(time.monotonic() > deadline)):
                 raise UserError(f"checkpoint {self.path}: not written within {timeout_s:g} s (checkpoint.timeout_s)")
             time.sleep(0.05)
@@ -236,7 +240,7 @@ class Save:
 
     def _begin(self) -> None:
         try:
-            for left in self.path.parent.glob("step_*.tmp"):  # by a run that died
+            for left in self.path.parent.glob("step_*.tmp"):  # left by a run that died
                 shutil.rmtree(left, ignore_errors=True)
             self._partial.mkdir(parents=True)
         except OSError as error:
@@ -254,7 +258,7 @@ class Save:
                 _remove(old)
 
     def _attempt(self, everywhere: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
-        """`work` where it is to be done; after an error nothing is left of the folder, as the disk may be full of it."""
+        """Do `work` on the ranks that `everywhere` selects. After an error, remove the folder: it may have filled the disk."""
 
         def named() -> T:
             try:
@@ -271,7 +275,7 @@ class Save:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; of one that was moved elsewhere, and left a link here, the link alone."""
+    """Remove a checkpoint. If it is a link to a folder elsewhere, remove only the link."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
     else:
@@ -279,14 +283,14 @@ def _remove(checkpoint: Path) -> None:
 
 
 def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step_N (all ranks call), as `Save` does, and wait for it."""
+    """Write the checkpoint `folder`/step_N like `Save`, and wait until it is complete. All ranks call this function."""
     return Save(folder, step, trainer, ranks, extra, keep).finish()
 
 
 def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
-    """Restore everything from a checkpoint (all ranks call). Returns {'step', 'extra'}.
+    """Restore everything from a checkpoint and return {'step', 'extra'}. All ranks call this function.
 
-    Errors: UserError naming the file that is damaged or the tensor that is missing.
+    Errors: UserError that names the damaged file or the missing tensor.
     """
     common = read_common(path)
     learners = {"": trainer, **_companions(trainer)}
@@ -302,11 +306,11 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         _check_optimizer(path, f"{name}.optimizer" if name else "optimizer", states[name], learner)
     same_size = common["world_size"] == ranks.world_size
     for name, learner in learners.items():
-        learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
+        learner.scheduler.num_steps = 0  # Megatron adds to it, and Adam's bias correction uses the sum
         learner.scheduler.load_state_dict(states[name]["scheduler"])
         _prepare_optimizers(learner)
     state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)
-    if not same_size or common.get("scales") != _scales_layout(trainer):  # or of another recipe: scales begin anew
+    if not same_size or common.get("scales") != _scales_layout(trainer):  # else new scales are calibrated
         for name in learners:
             (state[name] if name else state).pop("scales", None)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
@@ -346,7 +350,7 @@ def _optimizer_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def _check_optimizer(path: Path, key: str, state: dict[str, Any], learner: Trainer) -> None:
-    saved = state.get("optimizer", {"name": "adam", "states": ["exp_avg", "exp_avg_sq"]})  # in older ones it was Adam
+    saved = state.get("optimizer", {"name": "adam", "states": ["exp_avg", "exp_avg_sq"]})  # older checkpoints: Adam
     now = _optimizer_of(learner)
     if saved != now:
         one, other = (f"{found['name']} ({', '.join(found['states']) or 'no state'})" for found in (saved, now))
@@ -357,7 +361,7 @@ def _check_optimizer(path: Path, key: str, state: dict[str, Any], learner: Train
 
 
 def _lora_of(trainer: Trainer) -> dict[str, Any]:
-    """The base model that the adapters of a checkpoint belong to; nothing where there are none. Collective."""
+    """Return the adapter settings and the digest of the base model; empty without adapters. Collective."""
     lora, folder = trainer.model.lora, trainer.model.path
     if not lora.rank:
         return {}
@@ -366,7 +370,7 @@ def _lora_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def _check_lora(path: Path, saved: dict[str, Any], trainer: Trainer) -> None:
-    """Errors: UserError where the checkpoint's adapters are of other settings, or of another model."""
+    """Raise UserError if the checkpoint's adapters have other settings, or belong to another model."""
     now = _lora_of(trainer)
     for key in sorted(saved.keys() | now.keys()):
         if saved.get(key) == now.get(key):
@@ -379,8 +383,8 @@ def _check_lora(path: Path, saved: dict[str, Any], trainer: Trainer) -> None:
             )
         if key == "model":
             raise UserError(
-                f"checkpoint {path}: its adapters belong to other weights than those now in {trainer.model.path}; put the"
-                " model back with which the run began"
+                f"checkpoint {path}: its adapters belong to other weights than those now in {trainer.model.path}; put back"
+                " the model with which the run began"
             )
         raise UserError(
             f"checkpoint {path}: has adapters of lora.{key} = {saved.get(key)}, and the config says {now.get(key)}; set it"
@@ -389,9 +393,9 @@ def _check_lora(path: Path, saved: dict[str, Any], trainer: Trainer) -> None:
 
 
 def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
-    """Restore the model's weights alone; the optimizer starts anew.
+    """Restore only the model's weights; the optimizer starts from scratch.
 
-    hooks: the parameters too that hooks give the model, where the checkpoint has them; else they start anew.
+    hooks: also restore the parameters that hooks add to the model, if the checkpoint has them.
     """
     trainer.residence.require("all")
     state = _model_state(trainer)
@@ -405,7 +409,7 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is the same on all ranks. Errors: UserError, also for a key that an older one lacks."""
+    """Return the part of a checkpoint that is the same on all ranks. Errors: UserError, also for a missing key."""
     try:
         with untrusted():
             run = dist_checkpointing.load_common_state_dict(str(path))["run"]
@@ -421,23 +425,23 @@ def _require(path: Path, part: str, found: Collection[str], names: Iterable[str]
     for name in names:
         if name not in found:
             raise UserError(
-                f"checkpoint {path}: has no {part}.{name}, as another version of megatron_rl wrote it; train anew, or from its"
-                " weights alone (checkpoint.load)"
+                f"checkpoint {path}: has no {part}.{name}, as another version of megatron_rl wrote it; start a new run, or"
+                " load its weights alone (checkpoint.load)"
             )
 
 
 def _prepare_optimizers(trainer: Trainer) -> None:
-    """Have distributed optimizers make the tensors that are loaded into, with parameter groups of the layout at hand.
+    """Create the tensors to load into in the distributed optimizers, with the parameter groups of the current layout.
 
-    Expert parallelism has parameter groups (and an optimizer) of its own, so those of the checkpoint need not fit. They
-    hold nothing that is not elsewhere: rates come from the scheduler, and every update advanced it by one.
+    Expert parallelism has parameter groups and an optimizer of its own, so the groups of the checkpoint may not fit. They
+    hold no other information: learning rates come from the scheduler, and every update advances the scheduler by one.
     """
     if not trainer.config.parallel.distributed_optimizer:
         return
     allocate_states(trainer.config.optimizer, trainer.optimizer)
     for optimizer in trainer.optimizer.chained_optimizers:
         if not any(group["params"] for group in optimizer.param_groups):
-            continue  # all of a stage's weights may be frozen: there is nothing to load into, and no step
+            continue  # all weights of a stage may be frozen: nothing to load, no step
         state: Any = optimizer.state_dict()
         for group in state["optimizer"]["param_groups"]:
             group["step"] = trainer.scheduler.num_steps
@@ -454,13 +458,13 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _largest(ranks: Ranks, mine: dict[str, int]) -> dict[str, int]:
-    """The largest of each number over the ranks: a pipeline stage may have none of what a hook counts."""
+    """Return the largest of each number over the ranks. A pipeline stage may lack a number that a hook counts."""
     parts = ranks.gather(mine)
     return {name: max(part[name] for part in parts if name in part) for name in {n for part in parts for n in part}}
 
 
 def _leave_out(state: dict[str, Any], hooks: Iterable[UpdateHook]) -> None:
-    """Ask the checkpoint for nothing of these hooks: it has nothing, or not for this run. They stay as they are."""
+    """Remove these hooks from the state to load, because the checkpoint has none for them. The hooks keep their state."""
     for hook in hooks:
         state.pop(hook.name, None)
         for part in (value for key, value in state.items() if key.startswith("model") and hook.parameters):
@@ -478,7 +482,7 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
         lost = distributed_checkpoint.load_weights(chunk, {**own, **loaded[name]}, strict=not frozen)
         if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
-            raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
+            raise RuntimeError(f"the checkpoint's adapters do not match the model's: {wrong[0]}")
 
 
 def _one_line(error: BaseException) -> str:
@@ -486,7 +490,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Fsync all files, so that the rename never names data that a power cut would lose."""
+    """Call fsync on all files, so that a power cut after the rename loses no data."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

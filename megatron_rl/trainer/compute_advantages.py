@@ -1,4 +1,4 @@
-"""From the rewards of a step's responses to the advantages of their tokens (`algorithm.advantage`)."""
+"""Computes the advantages of tokens from the rewards of a step's responses (`algorithm.advantage`)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_rl.trainer.critic import Critic, everywhere
 from megatron_rl.trainer.trainer import Trainer
 
 SUPERVISED = {"grpo": True, "dr_grpo": False}
-"""Advantages of whole responses to which those of steps are added, and whether these are divided by their deviation."""
+"""Response-level advantages to which step advantages are added; True if step advantages are divided by their deviation."""
 OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)
-"""Advantages that know rewards of steps."""
+"""Advantages that can use rewards of steps."""
 
 
 def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The advantages of whole responses, (rewards [N], group ids [N]) -> [N]. Errors: UserError."""
+    """Return the function for response advantages: (rewards [N], group ids [N]) -> [N]. Errors: UserError."""
     if config.advantage == "tilt":
         return partial(advantages.exponential_tilt, temperature=config.tilt_temperature)
     return resolve("advantage", config.advantage, advantages.ADVANTAGES, "algorithm.advantage")
@@ -45,14 +45,14 @@ def _mean_and_std(count: float, total: float, squares: float) -> dict[str, float
 
 
 class Advantages:
-    """The advantages of a training run's tokens. Its methods are collective.
+    """Computes the advantages of a run's tokens. Its methods are collective.
 
-    What is said of whole responses is said before they are shared out over the ranks, on the leader that asked for them; what
-    goes from token to token after the passes that it needs.
+    Response advantages are computed before the responses are split over the ranks, on the leader that requested them. Token
+    advantages are computed after the passes that they need.
     """
 
     def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
-        """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
+        """Create it. trainer: of the policy, whose log-probs may enter token rewards. critic: of gae."""
         self._trainer, self._critic = trainer, critic
         self._bootstraps = config.bootstraps_truncated
         self._config = algorithm = config.algorithm
@@ -60,23 +60,24 @@ class Advantages:
         self._shaped = algorithm.entropy_reward > 0 or (
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
-        """True if rewards of tokens come to those of responses."""
+        """True if tokens get rewards in addition to the rewards of responses."""
         self._estimate = self._group_estimator()
-        """Advantages of responses within their groups, from their rewards alone; None where tokens are looked at first."""
+        """Function from rewards to response advantages within groups; None if token rewards have to be computed first."""
         self._process = config.process_rewards
         self._process_weight = config.data.rewards.get(self._process or "", 1.0)
         self._timeout_s = config.rewards.timeout_s
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self.returns: list[Tensor] = []
-        """[L] what the critic is to learn of each update's labels; nothing without advantages along tokens."""
+        """Targets [L] of the critic for each update's labels; empty if advantages are not computed along tokens."""
         self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         self._measured: Metrics = {}
 
     def compute_group_advantages(self, trajectories: list[Trajectory]) -> None:
-        """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
+        """Give each of this leader's trajectories its advantage within its group, which may extend over several leaders.
 
-        What is masked gets none, and the others' baseline leaves it out. Where rewards of tokens come first, there is none yet.
+        Masked trajectories get advantage 0 and do not enter the baseline of the others. If token rewards have to be computed
+        first, this method sets no advantages.
         """
         if self._teacher and self._teacher.address:
             key = key_of(self._teacher.api_key, "distillation.api_key")
@@ -97,7 +98,7 @@ class Advantages:
         return None if self._of_tokens or self._shaped else estimator(self._config)
 
     def _ask_teacher(self, address: str, key: str, trajectories: list[Trajectory]) -> None:
-        """Errors: UserError on all processes, for a server that does not answer."""
+        """Get the teacher's log-probs from its server. Errors: UserError on all processes if the server does not answer."""
         asked = [t for t in trajectories if not t.masked]
         ranks = self._trainer.ranks
         ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s, key=key), patient=True)
@@ -105,7 +106,7 @@ class Advantages:
     def _over_groups(
         self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
     ) -> list[float]:
-        """The estimator's answers for this leader's rewards, among those of all leaders."""
+        """Return the estimator's results for this leader's rewards, computed over the rewards of all leaders."""
         ranks = self._trainer.ranks
         mine = [(t.group_id, reward) for t, reward in zip(judged, rewards, strict=True)]
         parts = ranks.gather_from_leaders(mine)
@@ -117,9 +118,10 @@ class Advantages:
     def compute_token_advantages(
         self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
     ) -> None:
-        """Set the advantages of each update's batches, where more is made of them than those of whole responses.
+        """Set the advantages of each update's batches, if they are more than the response advantages.
 
-        rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
+        rollout: this rank's trajectories of each update, from which the batches were packed. The fields that the advantages
+        need are computed already.
         """
         labels = [Labels(trajectories) for trajectories in rollout]
         made = self._of_tokens or self._shaped or self._whitens or self._teacher or self._process
@@ -148,12 +150,12 @@ class Advantages:
             of_update.give(batches, "advantages", values.clamp(-self._limit, self._limit))
 
     def metrics(self) -> Metrics:
-        """Metrics of the advantages that this step learned from."""
+        """Return the metrics of the advantages in this step."""
         return self._measured
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
-        """advantage/*: as they are learned from, of all tokens of the step that count. found: before the limit."""
-        if not self._trainer.ranks.is_leader:  # whose sequences the other processes of the copy have too
+        """Return advantage/* over all counted tokens of the step, after the limit. found: advantages before the limit."""
+        if not self._trainer.ranks.is_leader:  # other processes of the copy have the same sequences
             return {}
         mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()
         whole = torch.cat(found)
@@ -168,24 +170,24 @@ class Advantages:
         return measured
 
     def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
-        """[L] rewards of the tokens themselves: minus their KL to the reference, for their improbability, and of steps."""
+        """Return token rewards [L]: minus the KL to the reference, an entropy reward, and rewards of steps."""
         if not self._shaped:
             return self._of_steps(labels)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
         rewards = -self._config.entropy_reward * old
         if self._config.kl.placement == "reward" and kl_coefficient:
             rewards -= kl_coefficient * (old - everywhere(self._trainer, labels, batches, "reference_log_probs"))
-        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        counts = labels.of("loss_mask") & old.isfinite()  # -inf for a pruned token
         return torch.where(counts, rewards, 0.0) + self._of_steps(labels)
 
     def _of_steps(self, labels: Labels) -> Tensor:
-        """[L] rewards of the tokens with which steps end, where advantages go from token to token."""
+        """Return the rewards of the last tokens of steps, [L]; zeros unless advantages are computed along tokens."""
         if not (self._process and self._of_tokens):
             return torch.zeros(labels.count)
         return self._process_weight * labels.of("step_scores").nan_to_num(nan=0.0)
 
     def _along_steps(self, rollout: Sequence[list[Trajectory]]) -> list[Tensor]:
-        """[L] what the steps of each update's responses, among all of their groups, add to the advantages of tokens."""
+        """Return what the steps of each update's responses add to token advantages, [L]; groups extend over all ranks."""
         trajectories = [t for of_update in rollout for t in of_update]
         ends = [np.flatnonzero(~np.isnan(t["step_scores"])) for t in trajectories]
         mine = [(t.group_id, t["step_scores"][places].tolist()) for t, places in zip(trajectories, ends, strict=True)]
@@ -199,7 +201,7 @@ class Advantages:
         own = torch.cat([self._process_weight * found, found.new_zeros(len(found), 1)], 1)[first : first + len(mine)]
         values = []
         for t, places, of_steps in zip(trajectories, ends, own, strict=True):
-            # The first step that ends with the token or behind it; of what was cut off there is none.
+            # The first step that ends at or after the token; -1 after the last complete step.
             step = np.searchsorted(places, np.arange(t.response_length))
             step[step == len(places)] = -1
             values.append(of_steps[torch.from_numpy(step)])
@@ -207,7 +209,7 @@ class Advantages:
         return [torch.cat([torch.zeros(0), *islice(following, len(of_update))]) for of_update in rollout]
 
     def _taught(self, settings: DistillationConfig, labels: Labels, batches: list[Batch]) -> Tensor:
-        """[L] what the teacher adds to the advantage of each token: by how much likelier it finds the token than the policy."""
+        """Return the teacher's part of token advantages, [L]: how much likelier each token is under the teacher."""
         if settings.placement == "loss":
             return torch.zeros(labels.count)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
@@ -215,13 +217,13 @@ class Advantages:
         teacher = (
             labels.of("teacher_log_probs") if told else everywhere(self._trainer, labels, batches, "teacher_log_probs")
         )
-        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        counts = labels.of("loss_mask") & old.isfinite()  # -inf for a pruned token
         return torch.where(counts, advantages.distillation(old, teacher, settings.coefficient), 0.0)
 
     def _along_tokens(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
     ) -> list[Tensor]:
-        """[L] generalized advantages of each update; without a critic its values are 0, and lambda is 1: rewards to come."""
+        """Return generalized advantages of each update, [L]. Without a critic, values are 0 and lambda is 1."""
         scored = self._critic.score(rollout) if self._critic else [None] * len(rollout)
         found, self.returns = [], []
         for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
@@ -243,7 +245,7 @@ class Advantages:
         return found
 
     def _final(self, trajectory: Trajectory) -> float:
-        """Reward of a response's last token, above the baseline where there is one."""
+        """Return the reward of a response's last token, minus the baseline if there is one."""
         if self._estimate is None or not trajectory.response_length:
             return trajectory.outcome_reward
         return float(trajectory["advantages"][0])
@@ -251,7 +253,7 @@ class Advantages:
     def _along_responses(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
     ) -> list[Tensor]:
-        """[L] of whole responses, whose tokens' rewards are added up."""
+        """Return response advantages for each label, [L], from the response rewards plus the sums of token rewards."""
         if not self._shaped:
             return [of_update.of("advantages") for of_update in labels]
         trajectories = [t for of_update in rollout for t in of_update]
@@ -274,7 +276,7 @@ class Advantages:
         return found
 
     def _check_whole(self, trajectories: list[Trajectory]) -> None:
-        """Errors: UserError for a response of several sequences, whose tokens' rewards no process may have together."""
+        """Raise UserError for a response of several sequences: its token rewards may be on different processes."""
         if parts := [t for t in trajectories if t.part]:
             kl = self._config.kl.placement == "reward" and self._config.kl.coefficient > 0
             key, remedy = (
@@ -288,7 +290,7 @@ class Advantages:
             )
 
     def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-        """Mean 0 and deviation 1 over the tokens of all ranks and updates that count."""
+        """Normalize advantages to mean 0 and deviation 1 over the counted tokens of all ranks and updates."""
         whitened = advantages.batch_normalized(torch.cat(found), torch.cat(masks), self._everyones)
         return list(whitened.split([len(part) for part in found]))
 

@@ -1,4 +1,4 @@
-"""The critic of PPO: a second model that learns what states are worth, on the same ranks and verbs as the policy."""
+"""The critic of PPO: a second model on the same ranks, which learns the values of states."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class StateValues:
     """Values of the states of some sequences, on the host."""
 
     before: Tensor
-    """[L], of the states before each label of the sequences, one behind the other."""
+    """Values of the states before each label, [L]; the sequences are concatenated."""
     last: Tensor
-    """[B], of the state behind each sequence's last token."""
+    """Value of the state after the last token of each sequence, [B]."""
 
 
 class Critic:
-    """Values of a step's sequences, and the updates that correct them. Collective."""
+    """Computes the values of a step's sequences and learns from their returns. All methods are collective."""
 
     def __init__(self, trainer: Trainer, clip: float | None) -> None:
-        """trainer: of a model with a value head; clip: as in `losses.value_terms`."""
+        """Create the critic. trainer: of a model with a value head; clip: see `losses.value_terms`."""
         self.trainer, self._objective = trainer, CriticLoss(clip)
         self._passes: list[tuple[Labels, list[Batch]]] = []
         self._measured: list[Metrics] = []
 
     def score(self, rollout: Items[Items[Sequence]]) -> list[StateValues]:
-        """Values of the states of this rank's sequences of each update, by the weights as they are."""
+        """Return the state values of this rank's sequences for each update, under the current weights."""
         self._passes, self._measured, found = [], [], []
         for sequences in rollout:
             closed = [with_last_state(sequence) for sequence in sequences]
@@ -45,7 +45,7 @@ class Critic:
             self.trainer.compute_fields(batches, frozenset({"values"}))
             values = everywhere(self.trainer, labels, batches, "values")
             for batch in batches:
-                batch.fields.setdefault("values", torch.zeros_like(batch["advantages"]))  # on stages without a head
+                batch.fields.setdefault("values", torch.zeros_like(batch["advantages"]))  # stage without head
             self._passes.append((labels, batches))
             ends = labels.ends()
             found.append(StateValues(values[~ends], values[ends]))
@@ -61,12 +61,12 @@ class Critic:
         self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})
 
     def metrics(self) -> Metrics:
-        """Metrics of this step's updates; on rank 0, as they are those of all ranks."""
+        """Return the metrics of this step's updates over all ranks; empty on every rank except 0."""
         return merge(self._measured) if self.trainer.ranks.rank == 0 else {}
 
 
 def everywhere(trainer: Trainer, labels: Labels, batches: Items[Batch], name: str) -> Tensor:
-    """[L] values of a computed field, fp32 on the host, on every process of the model's copy, whose last stage has them."""
+    """Return a computed field, [L] fp32 on the host, on every process of the model's copy; only the last stage computes it."""
     reports = trainer.reports
     found = labels.collect(batches, [batch.fields.get(name) if reports else None for batch in batches])
     dist.all_reduce(found, group=trainer.ranks.copy_group)  # context-parallel ranks have different labels

@@ -1,8 +1,9 @@
-"""Feature distillation: outputs of the model's decoder layers are drawn to those of a teacher's.
+"""Feature distillation: pull outputs of the model's decoder layers towards outputs of a teacher's layers.
 
-A pass of the teacher records what its layers put out; a pass of the model meets that at its own layers, where the loss
-enters the backward. The losses are those of nvidia-modelopt's plugin for Megatron (`modelopt.torch.distill.plugins.megatron`).
-Its wrapper is not used: it runs the teacher within the model's forward, with logits of the whole vocabulary.
+A teacher pass records the outputs of the teacher's layers. A pass of the model compares them with its own layers' outputs,
+and the loss enters the backward there. The losses are the same as in nvidia-modelopt's Megatron plugin
+(`modelopt.torch.distill.plugins.megatron`). Its wrapper is not used, because it runs the teacher within the model's forward,
+with logits over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_rl.metrics.reduce import Metrics, ratio
 from megatron_rl.models.packed import LayerOutputs
 
 FEATURES = "distillation/features"
-"""Name of a metric: the loss of the features, summed over the pairs of layers, a mean over the counted tokens."""
+"""Name of a metric: feature loss, summed over the pairs of layers and averaged over the counted tokens."""
 
 
 @dataclass
@@ -32,13 +33,13 @@ class RecordedLayers:
     """Keeps the outputs of a teacher's layers at some rows of a micro-batch."""
 
     rows: Tensor
-    """[n] of the rows that this process has."""
+    """Indices of the rows to keep on this process, [n]."""
     layers: frozenset[int]
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    """[n, hidden] by layer."""
+    """Outputs by layer, [n, hidden] each."""
 
     def see(self, layer: int, hidden: Tensor) -> Tensor:
-        """Keep it."""
+        """Keep the output of one of `layers`; return `hidden` unchanged."""
         if layer in self.layers:
             self.outputs[layer] = hidden.detach()[self.rows, 0]
         return hidden
@@ -46,11 +47,11 @@ class RecordedLayers:
 
 @dataclass
 class DrawnLayers:
-    """Adds the loss of the features to the model's, as a sum over the rows that count and the pairs of layers."""
+    """Adds the feature loss to the model's loss: a sum over the counted rows and the pairs of layers."""
 
     rows: Tensor
     targets: Mapping[int, Tensor]
-    """[n, hidden] by layer of the teacher."""
+    """Outputs by layer of the teacher, [n, hidden] each."""
     settings: DistillationConfig
     _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -61,37 +62,37 @@ class DrawnLayers:
                 own, target = hidden[self.rows, 0].float(), self.targets[pair[1]].float()
                 terms = FEATURE_LOSSES[self.settings.feature_loss](own, target).sum()
                 self._sums[pair] = terms.detach()
-                # Megatron's own way for losses of layers, whose scale is that of the loss of the head.
+                # Megatron's mechanism for losses of layers; they get the same scale as the loss of the head.
                 loss = self.settings.feature_coefficient * terms
                 hidden = MoEAuxLossAutoScaler.apply(hidden, loss)  # pyright: ignore[reportAssignmentType]
         return hidden
 
     def metrics(self) -> Metrics:
-        """Return the loss, a mean over the tokens that count."""
+        """Return the feature loss, averaged over the counted tokens."""
         return {FEATURES: ratio(torch.stack([*self._sums.values()]).sum(), len(self.rows))}
 
 
 def squared_error(own: Tensor, target: Tensor) -> Tensor:
-    """[n] of features [n, hidden]: mean squared difference."""
+    """Return the mean squared difference of features [n, hidden], [n]."""
     return mse_loss(own, target, reduction="none").mean(-1)
 
 
 def cosine_distance(own: Tensor, target: Tensor) -> Tensor:
-    """[n] of features [n, hidden]: 1 - cosine of the angle between them."""
+    """Return 1 - cosine of the angle between features [n, hidden], [n]."""
     return 1 - cosine_similarity(own, target, dim=-1)
 
 
 FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squared_error, "cosine": cosine_distance}
-"""distillation.feature_loss -> losses of n tokens."""
+"""Loss functions by distillation.feature_loss; each returns the losses of n tokens."""
 
 
 def own_rows(mask: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """The rows of this process's layer outputs that count. mask: [T] of the micro-batch's labels on this context rank."""
+    """Return the indices of counted rows in this process's layer outputs. mask: [T] labels of this context rank."""
     return own_part(mask, sequence_parallel=sequence_parallel).nonzero()[:, 0]
 
 
 def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Rows of this process's layers. values: [T] of a micro-batch on this context rank."""
+    """Return the rows that this process's layers hold. values: [T] of a micro-batch on this context rank."""
     if not sequence_parallel:
         return values
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -100,7 +101,7 @@ def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
 
 @contextmanager
 def watched_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, each decoder layer shows its output to the `features` of the micro-batch at hand."""
+    """Let each decoder layer pass its output to `features` of the current micro-batch inside the block."""
 
     def show(layer: torch.nn.Module, args: tuple, named: dict[str, Any], output: tuple[Tensor, ...]) -> tuple:
         watcher: LayerOutputs | None = named["packed_seq_params"].features

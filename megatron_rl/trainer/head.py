@@ -1,4 +1,4 @@
-"""The model's head during training: from hidden states to per-token log-probs and entropy."""
+"""The model's head during training: computes log-probs and entropy of tokens from hidden states."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from megatron_rl.ops.token_terms import label_over_mean
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The loss's request to the head. Travels through GPTModel.forward as `output_processor_context`."""
+    """The loss's request to the head. GPTModel.forward passes it on as `output_processor_context`."""
 
     labels: torch.Tensor
-    """[T] int64, -100 where nothing is asked: such rows never meet the head."""
+    """Labels, [T] int64; -100 for rows without a label, which the head leaves out."""
     rows: torch.Tensor
-    """[n] int64: the others."""
+    """Indices of the rows with a label, [n] int64."""
     temperature: float
     log_rho: float | None
-    """Logarithm of the safe set's rho; None: the vocabulary is not pruned."""
+    """Logarithm of the safe set's rho; None without vocabulary pruning."""
     kept: KeptTokens | None
-    """Tokens that a truncating sampler kept."""
+    """Tokens that the truncating sampler kept."""
     with_entropy: bool
     vocab_size: int
-    """The model's own; columns beyond it are Megatron's padding and belong to no softmax."""
+    """Vocabulary size of the model. Further columns are Megatron's padding and are left out of every softmax."""
     chunk_tokens: int
     token_loss: TokenLoss | None
-    """The loss of some tokens alone, where it is a sum over tokens: the head then computes gradients on the way."""
+    """Loss of some tokens, if the loss is a sum over tokens: the head then computes gradients during the forward."""
     late: LateChecks
-    """Where errors wait until the passes of all micro-batches are done."""
+    """Collector of errors, which are raised after the passes of all micro-batches."""
     fp32_logits: bool = False
     identical: bool = False
-    """Log-probs are those of an engine with the same operators, bit for bit (precision.identical)."""
+    """True: log-probs equal, bit for bit, the log-probs of an engine with the same operators (precision.identical)."""
     teacher: TeacherHead | RecordedTeacher | None = None
     smooths: bool = False
-    """True: label smoothing asks how far the label's logit is above their mean; of whole softmaxes at temperature 1."""
+    """True: also compute the label's logit minus the mean logit, for label smoothing: full vocabulary, temperature 1."""
 
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Inputs of the distance to a teacher."""
+    """Inputs for the divergence from a teacher."""
 
     hidden: torch.Tensor
-    """[n, dt], at the rows that have a label."""
+    """Hidden states of the teacher at the rows with a label, [n, dt]."""
     weight: torch.Tensor
-    """[V / tp, dt] of its head."""
+    """Weight of the teacher's head, [V / tp, dt]."""
     settings: DistillationConfig
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class RecordedTeacher:
-    """The same where the teacher's log-probs of its likeliest tokens were recorded."""
+    """Inputs for the divergence from a teacher whose log-probs of its likeliest tokens were recorded."""
 
     token_ids: torch.Tensor
-    """[n, k] int32, at the rows that have a label; -1: none."""
+    """Recorded tokens at the rows with a label, [n, k] int32; -1 for none."""
     log_probs: torch.Tensor
-    """[n, k] fp32."""
+    """Log-probs of the recorded tokens, [n, k] fp32."""
     settings: DistillationConfig
     vocab_size: int
 
@@ -79,11 +79,11 @@ def log_prob_head(
     context: HeadRequest,
     **_: object,
 ) -> torch.Tensor:
-    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the `HeadOutputs`, [5, T] fp32, or [6, T] if it smooths.
+    """Compute `HeadOutputs`, [5, T] fp32 ([6, T] with label smoothing), from hidden states [T / tp, 1, H].
 
-    Tokens without a label have zeros. A token outside the safe set has a log-prob of -inf. With tensor
-    parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
-    reduce-scattered back.
+    GPTModel calls this function as its `output_processor`. Rows without a label get zeros. A token outside the safe set has a
+    log-prob of -inf. With tensor parallelism, the hidden states are sharded over the sequence and the vocabulary over the
+    ranks. The gradient of the hidden states is reduce-scattered.
     """
     group = process_group(parallel_state.get_tensor_model_parallel_group())
     if group.size() > 1:
@@ -132,8 +132,8 @@ def log_prob_head(
 def _distance(
     context: HeadRequest, teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[n]: the divergence from the teacher, over the tokens that both vocabularies have."""
-    rows = min(len(weight), len(teacher.weight))  # with the same tokenizer tables differ in unused rows alone
+    """Return the divergence from the teacher over the tokens of both vocabularies, [n]."""
+    rows = min(len(weight), len(teacher.weight))  # with the same tokenizer, the tables differ in unused rows only
     return linear_kl(
         hidden,
         weight[:rows],
@@ -152,8 +152,8 @@ def _distance(
 def _recorded_distance(
     context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[n]: the divergence between the recorded tokens and one class for all others."""
-    assert teacher.settings.direction != "jensen_shannon"  # which checks/key_rules.py refuses
+    """Return the divergence over the recorded tokens plus one class for all other tokens, [n]."""
+    assert teacher.settings.direction != "jensen_shannon"  # checks/key_rules.py refuses it
     return linear_topk_kl(
         hidden,
         weight,
@@ -175,7 +175,7 @@ def hidden_head(
     output_weight: object = None,
     **_: object,
 ) -> torch.Tensor:
-    """GPTModel's `output_processor` of a teacher: hidden states [T / tp, 1, H] -> [n, H] of the rows `context` [n]."""
+    """Return the hidden states of the rows `context`, [n, H], from [T / tp, 1, H] (a teacher's `output_processor`)."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         hidden_states = gather_from_sequence_parallel_region(hidden_states)
     return hidden_states.squeeze(1)[context]

@@ -1,4 +1,4 @@
-"""Hooks by which a feature, one class, takes part in the passes and updates of a trainer that does not know it."""
+"""Interface of update hooks: a hook is a class that adds a feature to the trainer's passes and updates."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
 
 Stage = Literal["log_probs", "update"]
-"""A pass of the old policy, before the first update of a rollout batch; or the forward and backward of an update."""
+"""Type of a pass: of the old policy before the first update of a rollout batch, or the forward-backward of an update."""
 
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Where a pass stands in the work on a rollout batch."""
+    """Position of a pass in the work on a rollout batch."""
 
     update: int = 0
-    """Number of the update that the micro-batches belong to, over all epochs."""
+    """Number of the update that the micro-batches belong to, counted over all epochs."""
     rollout: Sequence[Sequence[Batch]] = ()
-    """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
+    """Micro-batches of all updates that are packed so far; empty if there is only the current update."""
     again: bool = False
-    """True: a later epoch learns from these micro-batches once more."""
+    """True if a later epoch learns from these micro-batches again."""
 
 
 def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, UpdateContext]]:
-    """Parts of a rollout batch in the order in which updates learn from them, all of them in each epoch, and the places."""
+    """Yield (part of the rollout batch, context) in the order of the updates; each epoch goes through all parts."""
     parts, updates = len(rollout), len(rollout) * epochs
     for update in range(updates):
         yield update % parts, UpdateContext(update, rollout, update + parts < updates)
 
 
 ALONE = UpdateContext()
-"""Place of a pass that belongs to no rollout batch, and of an update that is all that is done with one."""
+"""Context of a pass without a rollout batch, and of the single update of a rollout batch."""
 
 
 @dataclass(frozen=True)
@@ -49,87 +49,87 @@ class Step:
     """Result of one optimizer step."""
 
     done: bool
-    """False: the gradients were not finite, or a hook refused it; nothing has changed."""
+    """False if the gradients were not finite or a hook refused the step. Then nothing has changed."""
     norm: float
     """Norm of all gradients, before clipping."""
     lr: float
-    """Learning rate of the step: 0 where a hook refused it."""
+    """Learning rate of the step; 0 if a hook refused it."""
     scale: float = 1.0
-    """Factor of the learning rate that hooks asked for."""
+    """Factor of the learning rate, from the hooks."""
 
 
 class UpdateHook:
-    """A feature of training; by itself it does nothing. The methods are called in this order, on all processes."""
+    """Base class of a training feature; it does nothing. All processes call its methods, in the order below."""
 
     name: str = ""
-    """Name of its state in checkpoints; without one none is saved."""
+    """Name of the hook's state in checkpoints; without a name, no state is saved."""
     reads_outputs: bool = False
-    """True if its observers are shown what experts put out."""
+    """True if the hook's observers read the outputs of experts."""
     changes_gradients: bool = False
-    """True if it does so before they are reduced, which then may not begin in the backward."""
+    """True if the hook changes gradients before they are reduced. Then the reduction cannot start during the backward."""
     parameters: str = ""
-    """How the names of the parameters end that it gives the model."""
+    """Ending of the names of the parameters that the hook adds to the model."""
     served: bool = False
-    """True if the rollout engine has these too."""
+    """True if the rollout engine also has these parameters."""
     ends_batch: bool = False
-    """Set in an update, alike on all processes: no other one of its rollout batch is to follow."""
+    """Set during an update, to the same value on all processes: skip the remaining updates of the rollout batch."""
 
     def attach(self, trainer: Trainer) -> None:
-        """The model is built, and unless the trainer only scores its optimizer (else None) too."""
+        """Handle the start. The trainer's model is built and, unless the trainer only scores, its optimizer too."""
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """A pass of the policy begins, over these micro-batches."""
+        """Prepare for a pass of the policy over these micro-batches."""
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Its observers at the routers in the pass of the micro-batch of these routes."""
+        """Return the hook's router observers for the pass of the micro-batch with these routes."""
         return []
 
     def after_backward(self) -> None:
-        """Called in an update: gradients are this process's own sums, not reduced yet."""
+        """Use or change the gradients of an update before the reduction: sums of this process only."""
 
     def after_reduction(self) -> None:
-        """Called in an update: gradients are means over the tokens of all processes, reduced where the optimizer wants them."""
+        """Use or change the reduced gradients of an update: means over all tokens, where the optimizer reads them."""
 
     def after_pass(self, stage: Stage) -> None:
-        """The forward, and in an update the backward, of all micro-batches is done; weights are as they were."""
+        """Handle the end of a pass over all micro-batches (forward, and backward in an update); weights are unchanged."""
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def before_step(self, preview: StepPreview) -> float:
-        """Factor of the step's learning rate, the same on all processes; 0: the step is left out.
+        """Return a factor for the step's learning rate, the same on all processes; 0 skips the step.
 
-        Not called where gradients are not finite.
+        Not called if the gradients are not finite.
         """
         return 1.0
 
     def after_step(self, step: Step) -> None:
-        """The step is done, or left out."""
+        """Handle the end of a step, whether it was taken or skipped."""
 
     def metrics(self) -> Metrics:
-        """Metrics that this process measured in the update, without those of its observers."""
+        """Return the metrics that this process measured in the update, without those of its observers."""
         return {}
 
     def check(self, metrics: Metrics) -> None:
-        """Metrics of the update's passes, of all processes, before the step. Errors: UserError; nothing was learned then."""
+        """Check the metrics of an update's passes over all processes. Errors: UserError, before the step is taken."""
 
     # -- between updates ----------------------------------------------------------------------------------------------
 
     def weights_pushed(self) -> None:
-        """The rollout engine has just got the weights as they are."""
+        """Handle a weight push: the rollout engine has just received the current weights."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """Tensors that it keeps on the device beside the model: it leaves with the trainer's memory."""
+        """Return tensors that the hook keeps on the device besides the model; they are offloaded with the trainer's memory."""
         return ()
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Its tensors as Megatron's dist_checkpointing stores them; model_state: that of the model's chunks."""
+        """Return the hook's tensors for Megatron's dist_checkpointing. model_state: state of the model's chunks."""
         return {}
 
     def progress(self) -> dict[str, int]:
-        """Numbers of its state; in a checkpoint the largest of all processes."""
+        """Return the numbers of the hook's state; a checkpoint holds the largest over all processes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
-        """Restore what the two above had saved."""
+        """Restore the saved results of `state_dict` and `progress`."""

@@ -1,4 +1,4 @@
-"""The weight of the KL to the reference: fixed, or moved to keep the KL at a target (`algorithm.kl.target`)."""
+"""Coefficient of the KL to the reference: fixed, or adapted to keep the KL at a target (`algorithm.kl.target`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.trainer.trainer import Update
 
 
 class KLControl:
-    """The coefficient of a run, the same on all processes; it moves after a step."""
+    """KL coefficient of a run, the same on all processes; an adaptive coefficient changes after each step."""
 
     def __init__(self, config: KLConfig) -> None:
         adaptive = config.coefficient > 0 and config.target is not None
@@ -25,27 +25,27 @@ class KLControl:
 
     @property
     def value(self) -> float:
-        """The coefficient of the step that comes."""
+        """KL coefficient of the next step."""
         return self._controller.value
 
     def update(self, updates: Sequence[Update], responses: int) -> Metrics:
-        """Move the coefficient by the KL of the policy that sampled so many responses. -> the coefficient that the step had.
+        """Adapt the coefficient to the measured KL of the policy that sampled the responses; return this step's coefficient.
 
-        updates: those of the first epoch, which have each response once.
+        updates: updates of the first epoch, which contain each response once. responses: number of sampled responses.
         """
         if not self._uses:
             return {}
         had = self.value
         measured = figures(merge(update.metrics for update in updates)).get("kl/sampled", math.nan)
-        if math.isfinite(measured):  # not where the critic alone has learned, or nothing counted
+        if math.isfinite(measured):  # NaN if only the critic has learned, or if no token counted
             self._controller.update(measured, responses)
         return {"kl/coefficient": maximum(had)}
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the state of the controller for a checkpoint."""
         return self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where it was saved; from the config's where the run had no KL until then."""
+        """Restore the saved state; keep the config's coefficient if the saved run had no KL."""
         if state["value"] > 0:
             self._controller.load_state_dict(state)

@@ -36,7 +36,7 @@ from megatron_rl.trainer.objective import (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch with what belongs to it in a pass (fields of `ModelPass`)."""
+    """A micro-batch and its parts of a `ModelPass`: the fields have the same meaning as there."""
 
     index: int
     batch: Batch
@@ -48,52 +48,52 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """A pass of the model over micro-batches: forward and, unless it only scores, backward."""
+    """A pass of the model over micro-batches: forward and, unless `forward_only`, backward."""
 
     model: Model
     chunks: Items[torch.nn.Module]
-    """The model's, or those of its frozen reference: as they are, or within Megatron's data parallelism."""
+    """Chunks of the model or of its frozen reference, plain or wrapped in Megatron's DDP."""
     batches: list[Batch]
     routes: Items[RoutePass | None]
-    """Observers and replay of the routes, one a micro-batch."""
+    """Route observers and route replay, one entry per micro-batch."""
     objective: Objective
     support: SamplingSupport
     features: Items[LayerOutputs] = ()
-    """Observers of the outputs of the layers, one a micro-batch; empty: none."""
+    """Observers of the layers' outputs, one per micro-batch; empty if there are none."""
     routers: Items[RouterLosses | None] = ()
-    """Losses that balance the routers, one a micro-batch; empty: none."""
+    """Router balancing losses, one per micro-batch; empty if there are none."""
     teachers: Items[TeacherHead | RecordedTeacher | None] = ()
-    """Teacher's side of a distillation, one a micro-batch; empty: none."""
+    """The teacher's outputs for distillation, one per micro-batch; empty if there are none."""
     forward_only: bool = True
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """The micro-batches in order."""
+        """Yield the micro-batches in order."""
         nobody: list[None] = [None] * len(self.batches)
         parts = (self.routes, self.features or nobody, self.routers or nobody, self.teachers or nobody)
         return (MicroBatch(*of_one) for of_one in zip(range(len(self.batches)), self.batches, *parts, strict=True))
 
     def that_scores(self) -> ModelPass:
-        """The forward of the same micro-batches alone, which nothing watches."""
+        """Return a forward pass over the same micro-batches, without observers."""
         objective = ComputeValues() if self.model.value_head else LogProbs()
         routes = [None] * len(self.batches)
         return ModelPass(self.model, self.chunks, self.batches, routes, objective, self.support)
 
 
 class PassRunner:
-    """Runs passes, one at a time; what each micro-batch gives is in `results` as it comes."""
+    """Runs one pass at a time. `results` fills up while the micro-batches of a pass run."""
 
     def __init__(self, settings: ModelConfig, precision: PrecisionConfig, sequence_length: int) -> None:
-        """sequence_length: tokens of a micro-batch, by which Megatron sizes what pipeline stages exchange."""
+        """Create the runner. sequence_length: tokens of a micro-batch; sizes the tensors that pipeline stages exchange."""
         self.settings = settings
         self.precision = precision
         self.sequence_length = sequence_length
         self.interrupt: Interrupt | None = None
-        """Request that may give a step up."""
+        """Request that can abort a step."""
         self.results: list[Result | None] = []
-        """One a micro-batch of the pass at hand, None on pipeline stages without the head; empty between passes."""
+        """Result of each micro-batch of the current pass; None on pipeline stages without the head; empty between passes."""
 
     def run(self, asked: ModelPass) -> list[Result | None]:
-        """The results of a pass. Delayed FP8 scales are calibrated by a forward before the first one."""
+        """Run a pass and return its results. With delayed FP8 scaling, the first pass runs a forward before to get scales."""
         if asked.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
         if not fp8.calibrated(asked.chunks):
@@ -124,13 +124,13 @@ class PassRunner:
                 forward_only=asked.forward_only,
             )
         late.look()
-        self.results = []  # their tensors are not held beyond the step that has asked
+        self.results = []  # so that the tensors live no longer than the step that uses them
         return results
 
     def forward_step(
         self, iterator: Iterator[MicroBatch], chunk: torch.nn.Module, *, asked: ModelPass, late: LateChecks
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]]:
-        """Megatron's `forward_step_func`: output of the chunk for the next micro-batch, and the loss of the last stage's."""
+        """Run the chunk on the next micro-batch; return its output and the loss function (Megatron's `forward_step_func`)."""
         mine = next(iterator)
         batch = mine.batch
         if self.interrupt is not None and self.interrupt.deep:
@@ -192,7 +192,7 @@ def _outputs(asked: ModelPass, values: torch.Tensor) -> Values | HiddenStates | 
 
 
 def _packed(mine: MicroBatch) -> PackedBatch:
-    """Borders of the sequences for attention, with what the layers show and replay."""
+    """Return the sequence borders for attention, with the observers and the route replay of the micro-batch."""
     batch, borders = mine.batch, mine.batch.cu_seqlens
     return PackedBatch(
         qkv_format="thd",

@@ -1,7 +1,7 @@
-"""Objectives: what a pass over micro-batches minimizes, as values that say what they need and touch nothing.
+"""Objectives: the losses that passes over micro-batches minimize. An objective declares its needs and has no side effects.
 
-An objective maps (micro-batch, outputs of the head) to a loss, metrics and values of each token. What has to be computed
-before the updates follows from its `needs`.
+An objective maps (micro-batch, outputs of the head) to a loss, metrics and per-token values. Its `needs` tell what has to be
+computed before the updates.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
 
 CLOSE = "mismatch/close"
-"""Name of a metric: share of the sampled tokens whose log-probs engine and trainer have within a factor of two."""
+"""Name of a metric: share of sampled tokens whose probabilities in engine and trainer differ by at most a factor of two."""
 
 
 class HeadOutputs(NamedTuple):
-    """Outputs of the head for each label of the policy as it is; all [T]."""
+    """Outputs of the head for each label under the current policy; all [T]."""
 
     log_probs: Tensor
     entropy: Tensor
-    """Zeros where the objective does not ask for it."""
+    """Entropy; zeros if the objective does not ask for it."""
     pruned: Tensor
-    """Probability outside of the safe set of a pruned vocabulary; 0 elsewhere."""
+    """Probability outside of the safe set; 0 without vocabulary pruning."""
     margin: Tensor | None = None
-    """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
+    """Log of the label's probability divided by the likeliest token's probability; None if not requested."""
     distance: Tensor | None = None
-    """Divergence from the teacher (section distillation); zeros without one, None where nobody has asked."""
+    """Divergence from the teacher (section distillation); zeros without a teacher, None if not requested."""
     above_mean: Tensor | None = None
-    """Logit of the label less the mean logit of the vocabulary; None where no labels are smoothed."""
+    """Logit of the label minus the mean logit over the vocabulary; None without label smoothing."""
 
 
 class Values(NamedTuple):
-    """Outputs of the head of a reward model or critic."""
+    """Output of the head of a reward model or critic."""
 
     values: Tensor
-    """[T] fp32, of every position: of the state before the token that it predicts."""
+    """Value of the state before the predicted token, at every position, [T] fp32."""
 
 
 class HiddenStates(NamedTuple):
-    """A teacher's output: no numbers of labels, but the hidden states from which its head computes them."""
+    """Output of a teacher: hidden states, from which its head computes distributions."""
 
     hidden: Tensor
-    """[n, hidden], at the rows that have a label."""
+    """Hidden states at the rows that have a label, [n, hidden]."""
 
 
 @dataclass(frozen=True)
@@ -62,47 +62,47 @@ class Result:
     """Result of an objective on one micro-batch."""
 
     loss: Tensor
-    """Scalar sum over the micro-batch; its gradient is divided by the sum of `counted` over the whole update."""
+    """Scalar sum over the micro-batch. Its gradient is divided by the sum of `counted` over the whole update."""
     metrics: Metrics = field(default_factory=dict)
-    """The same names on every micro-batch."""
+    """Metrics, with the same names on every micro-batch."""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    """[T] values of each token, without gradient, for whoever looks at the update afterwards."""
+    """Per-token values, [T] each, without gradient, for code that analyzes the update afterwards."""
     counted: Tensor | None = None
-    """Scalar: what the micro-batch adds to the divisor, of the size of a number of tokens; None: its counted labels."""
+    """Scalar that the micro-batch adds to the divisor, comparable to a number of tokens; None: its counted labels."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a whole update: all micro-batches of all ranks."""
+    """Sums over a whole update: all micro-batches on all ranks."""
 
     tokens: int
     sequences: int
     inputs: int = 1
-    """All tokens of the sequences, prompts included."""
+    """Number of all tokens of the sequences, prompts included."""
 
 
 class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
-    """The loss that a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
+    """The loss that a pass minimizes. Subclasses override `__call__`, and other members if they differ."""
 
     needs: frozenset[str] = frozenset()
-    """Fields (`data.sequence.FIELDS`) that a pass over the batches has to compute before."""
+    """Fields (`data.sequence.FIELDS`) that passes over the batches have to compute first."""
     per_token = False
-    """The loss is a sum of terms of one token each (`ops.linear_log_probs` says what this saves)."""
+    """True if the loss is a sum of one term per token (`ops.linear_log_probs` says what this saves)."""
     with_entropy = True
     """True if the head computes entropies."""
     reads_hidden = False
-    """True if it asks for hidden states, and not for what the head makes of them."""
+    """True if the objective reads hidden states instead of the head's outputs."""
     teacher: DistillationConfig | None = None
-    """How far from the teacher the head says each label to be; None: it does not."""
+    """Settings of the teacher from which the head computes each label's divergence; None for no divergence."""
     label_smoothing: float = 0.0
-    """Share of each label that is spread over the vocabulary; above 0 the head tells its logit above the mean."""
+    """Share of each label that is spread over the vocabulary. If above 0, the head also returns `above_mean`."""
 
     def for_update(self, totals: Totals) -> Self:
-        """The objective of one update."""
+        """Return the objective for one update with these totals."""
         return self
 
     def divisor(self, totals: Totals) -> int:
-        """Sum of `Result.counted` over the update, as far as it is known before the passes: the counted labels."""
+        """Return the sum of `Result.counted` over the update, as far as it is known before the passes: the counted labels."""
         return totals.tokens
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
@@ -111,7 +111,7 @@ class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
 
 
 class LogProbs(Objective[HeadOutputs]):
-    """No loss: the log-probs themselves."""
+    """Objective without a loss that returns log-probs."""
 
     with_entropy = False
 
@@ -121,7 +121,7 @@ class LogProbs(Objective[HeadOutputs]):
 
 
 class ComputeValues(Objective[Values]):
-    """No loss: the values themselves."""
+    """Objective without a loss that returns values."""
 
     def __call__(self, batch: Batch, outputs: Values) -> Result:
         """Return the values."""
@@ -129,7 +129,7 @@ class ComputeValues(Objective[Values]):
 
 
 class ComputeHidden(Objective[HiddenStates]):
-    """No loss: the hidden states themselves."""
+    """Objective without a loss that returns hidden states."""
 
     with_entropy = False
     reads_hidden = True
@@ -141,10 +141,10 @@ class ComputeHidden(Objective[HiddenStates]):
 
 @dataclass(frozen=True)
 class SFT(Objective[HeadOutputs]):
-    """Negative log-likelihood of the counted labels, and their divergence from a teacher where there is one.
+    """Negative log-likelihood of the counted labels plus, with a teacher, their divergence from the teacher.
 
-    With label smoothing e (Szegedy et al. 2016, section 7) it is the cross entropy to 1 - e on the label and e spread evenly
-    over the vocabulary, the label's token included (`ops.label_over_mean`).
+    With label smoothing e (Szegedy et al. 2016, section 7), the loss is the cross entropy to a mixed target: 1 - e on the
+    label, and e spread evenly over the vocabulary, the label's token included (`ops.label_over_mean`).
     """
 
     teacher: DistillationConfig | None = None
@@ -153,7 +153,7 @@ class SFT(Objective[HeadOutputs]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that have to be computed before; those of a recorded teacher come with the batch."""
+        """Fields that have to be computed first. A recorded teacher needs none, because its data comes with the batch."""
         runs = self.teacher is not None and not self.teacher.recorded
         return frozenset({"teacher_hidden"}) if runs else frozenset()
 
@@ -178,11 +178,11 @@ class SFT(Objective[HeadOutputs]):
 
 @dataclass(frozen=True)
 class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
-    """A loss over whole sequences, or over several of them, whose gradient at each label's output is known already.
+    """A loss over one or several whole sequences, given by its gradient at each label's output.
 
-    d loss / d weights = sum over labels of (d loss / d output) x (d output / d weights). The first factor, the field
-    `loss_gradients`, comes from a pass of the same weights; the second one from this one. So what a loss compares may lie in
-    any micro-batch of any rank. The output is a log-prob, or a value.
+    d loss / d weights = sum over labels of (d loss / d output) x (d output / d weights). The first factor is the field
+    `loss_gradients`, computed by an earlier pass with the same weights. The second factor comes from this pass. So the loss
+    can compare sequences in any micro-batches on any ranks. The output is a log-prob or a value.
     """
 
     totals: Totals = Totals(1, 1)
@@ -194,24 +194,24 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
         return replace(self, totals=totals)
 
     def divisor(self, totals: Totals) -> int:
-        """All tokens."""
+        """Return the number of all tokens."""
         return totals.inputs
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
-        """Return a loss of that gradient; its own value says nothing."""
+        """Return a loss with the given gradient. The loss's own value has no meaning."""
         output = outputs.values if isinstance(outputs, Values) else outputs.log_probs
         terms = torch.where(batch.mask, batch["loss_gradients"] * output, torch.zeros_like(output))
         metrics = {}
         if isinstance(outputs, HeadOutputs):
             metrics = _token_means(batch, {"entropy": torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()})
-        # The trainer divides by what is counted. Here that is all tokens, as those that count may be few (one a response).
+        # The trainer divides by `counted`. All tokens count here, as few labels may count in the loss (one per response).
         inputs = (batch.segments.ids >= 0).sum()
         return Result(terms.sum() * self.totals.inputs, metrics, counted=inputs)
 
 
 @dataclass(frozen=True)
 class CriticLoss(Objective[Values]):
-    """PPO's loss of the values of states, whose targets are the field `returns` (`losses.value_terms`)."""
+    """PPO's value loss. Its targets are the field `returns` (`losses.value_terms`)."""
 
     clip: float | None = None
     per_token = True
@@ -219,11 +219,11 @@ class CriticLoss(Objective[Values]):
     def __call__(self, batch: Batch, outputs: Values) -> Result:
         """Return the loss and metrics."""
         mask, returns = batch.mask, torch.where(batch.mask, batch["returns"], 0.0)
-        values = torch.where(mask, outputs.values, 0.0)  # what does not count has no gradient, and no error
+        values = torch.where(mask, outputs.values, 0.0)  # other labels get no gradient and no error
         terms, clipped = losses.value_terms(values, torch.where(mask, batch["values"], 0.0), returns, clip=self.clip)
         sums = losses.explained_variance_sums(
             batch["values"], returns, mask
-        )  # by the values that advantages were made of
+        )  # measured on the values from which the advantages were computed
         found = {"critic/loss": terms.detach().sum(), "critic/clip_fraction": clipped.sum()}
         metrics = _token_means(batch, found | {"critic/value": values.detach().sum()})
         return Result(terms.sum(), metrics | {"critic/explained_variance": derived(_explained_variance, sums)})
@@ -234,47 +234,50 @@ def _explained_variance(sums: object) -> float:
 
 
 def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
-    """The configured loss; of a plain function from outside nothing is taken for granted. Errors: UserError."""
+    """Return the configured loss; an external plain function counts as not per token. Errors: UserError."""
     found = resolve("loss", config.loss, losses.POLICY_LOSSES, "algorithm.loss")
     return found if isinstance(found, losses.PolicyLoss) else losses.PolicyLoss(found, per_token=False)
 
 
 def correction_of(correction: CorrectionConfig) -> Correction:
-    """The configured correction. Errors: ValueError."""
+    """Return the configured correction. Errors: ValueError."""
     return Correction.of(correction)
 
 
 @dataclass(frozen=True)
 class Policy(Objective[HeadOutputs]):
-    """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says.
+    """A policy loss with rollout correction, KL to the reference and entropy bonus, as configured.
 
-    The loss is sum(a x) / sum(a c) over the update, with x a token's term times its weight, c what it counts
-    (`correction.counts`), and a = 1, or with sequence_mean 1 / (counted tokens of its sequence); with sequence_sum it is sum(x)
-    / (sequences x a constant). Both sums are known once the
-    passes of all micro-batches are done, so that on-policy, where weights come from the very pass, none is needed before.
-    Other losses (load balancing, the routers' z-loss, VP2O's orthogonality) share the divisor: where what is dropped leaves it,
-    which is known only then, they are larger by the inverse of what stays (`loss/counted`).
+    The loss is sum(a x) / sum(a c) over the update. x is a token's loss term times its weight, and c is what the token counts
+    (`correction.counts`). a is 1 or, with sequence_mean, 1 / (counted tokens of the token's sequence). With sequence_sum the
+    loss is sum(x) / (sequences x a constant).
+
+    Both sums are known only after the passes of all micro-batches. So the on-policy case needs no pass before, because the
+    update's own pass gives the weights.
+
+    Other losses (load balancing, router z-loss, VP2O's orthogonality) share the divisor. If dropped tokens leave the divisor,
+    these losses become larger by 1 / (share of tokens that stay) (`loss/counted`), because the share is known too late.
     """
 
     config: Config
     totals: Totals = Totals(1, 1)
     """Totals of the update, set by `for_update`."""
     kl_coefficient: float | None = None
-    """Weight of the KL in the loss; None: the config's."""
+    """Weight of the KL in the loss; None for the config's coefficient."""
 
     @cached_property
     def loss(self) -> losses.PolicyLoss:
-        """The configured policy loss."""
+        """Configured policy loss."""
         return policy_loss(self.config.algorithm)
 
     @property
     def per_token(self) -> bool:
-        """True if loss, correction and denominator depend on a token's own log-prob alone."""
+        """True if loss, correction and denominator depend only on a token's own log-prob."""
         return self.loss.per_token and correction_of(self.config.correction).per_token and not self._counts_kept
 
     @property
     def _counts_kept(self) -> bool:
-        """True if a sequence's mean is over fewer tokens than it has, which its log-probs alone tell."""
+        """True if a sequence's mean is over its kept tokens only; the update's log-probs decide which tokens are kept."""
         correction = self.config.correction
         drops = self.config.pruning.enabled or correction.mode == "mask" or correction.reject != "none"
         return (
@@ -283,24 +286,24 @@ class Policy(Objective[HeadOutputs]):
 
     @property
     def teacher(self) -> DistillationConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The teacher whose whole distributions count in the loss."""
+        """Teacher whose whole distributions enter the loss; None without one."""
         settings = self.config.distillation
         return settings if settings.teacher is not None and settings.placement == "loss" else None
 
     def divisor(self, totals: Totals) -> int:
-        """Return the counted tokens, which both means are brought to; of sequence_sum its constant for each sequence."""
+        """Return the counted tokens, which both means are scaled to; with sequence_sum, sequences times a constant."""
         if self.config.algorithm.aggregation == "sequence_sum":
             return totals.sequences * self.config.rollout.max_new_tokens
         return totals.tokens
 
     @property
     def ratio_from_old(self) -> bool:
-        """True if the ratio starts from stored log-probs, not its own (one update: 1) or the engine's (bypass)."""
+        """True if the ratio starts from stored log-probs, not from its own (one update: ratio 1) or the engine's (bypass)."""
         return self.config.batch.updates > 1 and not self.config.correction.bypass
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that have to be computed before."""
+        """Fields that have to be computed first."""
         algorithm = self.config.algorithm
         of_tokens = algorithm.entropy_reward > 0 or (
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
@@ -310,7 +313,7 @@ class Policy(Objective[HeadOutputs]):
         wanted = {
             "old_log_probs": self.ratio_from_old or of_tokens or (self.config.teaches and pays),
             "reference_log_probs": algorithm.kl.coefficient > 0,
-            "teacher_log_probs": teacher.teacher is not None and pays,  # a server has told them before
+            "teacher_log_probs": teacher.teacher is not None and pays,  # a server has sent them before
             "teacher_hidden": self.teacher is not None,
         }
         return frozenset(name for name, needed in wanted.items() if needed)
@@ -320,12 +323,12 @@ class Policy(Objective[HeadOutputs]):
         return replace(self, totals=totals)
 
     def weights(self, batch: Batch, train_log_probs: Tensor) -> TokenWeights:
-        """Importance weights [T] between the engine's log-probs and the trainer's."""
+        """Return the importance weights [T] from the engine's log-probs to the trainer's."""
         log_ratios = train_log_probs - batch["rollout_log_probs"]
         return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config.correction))
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
-        """Return the loss and metrics. Errors: ValueError for a field that is missing in the batch."""
+        """Return the loss and metrics. Errors: ValueError if the batch lacks a field."""
         algorithm, mask, log_probs = self.config.algorithm, batch.mask, outputs.log_probs
         for name in sorted(self.needs - {"teacher_hidden"} - batch.fields.keys()):
             raise ValueError(
@@ -333,7 +336,7 @@ class Policy(Objective[HeadOutputs]):
                 " Trainer.compute_fields(batches, objective.needs) before the update"
             )
         old = batch["old_log_probs"] if self.ratio_from_old else log_probs.detach()
-        # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 ("Taming the Tail", theorem 5.3).
+        # A token outside the safe set, now or before, has ratio 0: no loss term, weight 0 ("Taming the Tail", theorem 5.3).
         inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)
         corrected = self._without(mask & ~inside, batch, self.weights(batch, old))
         sums: dict[str, Tensor] = {}
@@ -361,13 +364,13 @@ class Policy(Objective[HeadOutputs]):
         if algorithm.aggregation == "sequence_sum":
             counted = self._constant_total(batch, corrected)
         total = terms
-        # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
+        # A dropped token leaves all terms: if the trainer finds a token almost impossible, its KL explodes too.
         stays = torch.where(corrected.vetoed | corrected.rejected, 0.0, count).to(terms)
         of_reference: Metrics = {}
         if "reference_log_probs" in self.needs:
             estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
             estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
-            of_reference = {"kl/reference": ratio(estimate.detach().sum(), mask.sum())}  # of no token there is none
+            of_reference = {"kl/reference": ratio(estimate.detach().sum(), mask.sum())}  # empty without tokens
             sampler = batch["rollout_log_probs"] if self.config.correction.bypass else old
             distance = kl.estimate(sampler.detach(), batch["reference_log_probs"], algorithm.kl.estimator)
             known = torch.where(mask & (sampler > -torch.inf), distance, torch.zeros_like(distance))
@@ -388,18 +391,18 @@ class Policy(Objective[HeadOutputs]):
             sums["distillation/reverse_kl"] = torch.where(inside, old - batch["teacher_log_probs"], 0.0).sum()
         sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
-        # The mismatch to the engine is that of the policy before its update.
+        # The mismatch to the engine is measured with the policy before its update.
         seen = {"old_log_probs": old.detach(), "pruned": outputs.pruned.detach(), **vars(corrected)}
         if self.config.pruning.measure and outputs.margin is not None:
             seen["safe"] = outputs.margin.detach() >= math.log(self.config.pruning.rho)
         metrics = _token_means(batch, sums) | of_reference
-        metrics |= {name: mean(value, inside.sum()) for name, value in of_ratios.items()}  # of those that have one
+        metrics |= {name: mean(value, inside.sum()) for name, value in of_ratios.items()}  # over tokens with a ratio
         metrics["loss/policy"] = mean((terms.detach() * weights).sum(), counted)
         metrics["loss/counted"] = mean(counted, mask.sum())
         return Result((total * weights).sum(), metrics, seen, counted)
 
     def _constant_total(self, batch: Batch, corrected: TokenWeights) -> Tensor:
-        """Return Dr. GRPO's divisor: a constant for each sequence, but for those that the correction drops whole."""
+        """Return Dr. GRPO's divisor: a constant per sequence, except for sequences that the correction drops as a whole."""
         correction = correction_of(self.config.correction)
         whole = correction if correction.denominator == "sampled" else replace(correction, denominator="kept_sequences")
         count = counts(corrected, batch.mask, whole)

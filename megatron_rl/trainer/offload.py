@@ -1,9 +1,9 @@
-"""The trainer's memory: off the device while the rollout engine needs it, and back.
+"""Moves the trainer's memory off the device while the rollout engine needs the device, and back.
 
-Storages are emptied and filled again in place, so that parameters stay views of Megatron's buffers and the distributed
-optimizer's shards stay views of parameters. Megatron's own `optimizer.offload_to_cpu` gives tensors new memory, which cuts
-such views: of fp32 parameters, and of the bf16 ones that a precision-aware optimizer steps in place. Its gradient buffers
-are emptied by its own verbs; gradients are not kept.
+Storages are emptied and refilled in place. So parameters stay views of Megatron's buffers, and the distributed optimizer's
+shards stay views of parameters. Megatron's own `optimizer.offload_to_cpu` gives tensors new memory, which breaks the views of
+fp32 parameters, and of bf16 parameters that a precision-aware optimizer steps in place. Megatron's own methods empty its
+gradient buffers; gradients are not kept.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 2**30
-"""Size of the pieces of host memory, a power of two: torch rounds each up to one, and storages by themselves would take up to
-twice their size (gpt-oss-20b's experts do)."""
+"""Size in bytes of the pieces of host memory, a power of two. torch rounds each allocation up to a power of two, so one
+allocation per storage could take almost twice the storage's size (for example, the experts of gpt-oss-20b)."""
 
 
 class HostCopy:
-    """The memory of some tensors of a device, in (pinned) host memory: each storage once, whole, one behind another."""
+    """Copy of the storages of some device tensors in (pinned) host memory. Each storage is copied once and in full."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Starts the copies; `release` waits for them."""
+        """Start the copies; `release` waits for them."""
         found = (t.untyped_storage() for t in tensors if t.device.type == device.type)
-        # Without a GPU, memory that a checkpoint's writer has seen as an array belongs to numpy too, and stays.
+        # Without a GPU, numpy also owns memory that a checkpoint's writer has read as an array. Such memory stays.
         storages = {storage._cdata: storage for storage in found if storage.resizable()}
         self._device = device
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -45,14 +45,14 @@ class HostCopy:
             host.copy_(there, non_blocking=True)
 
     def release(self) -> None:
-        """Give the device's memory back to torch."""
+        """Free the device memory of the storages."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Give the storages their memory and contents back."""
+        """Allocate the storages again and copy their contents back."""
         for storage, size in self._storages:
             storage.resize_(size)
         for host, there in self._places():
@@ -61,7 +61,7 @@ class HostCopy:
             torch.cuda.synchronize()
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of the host, and those of the device that lie there: a storage may go over the border of a piece."""
+        """Yield matching bytes of host and device. A storage may extend over the border between two pieces."""
         position = 0
         for storage, size in self._storages:
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -74,17 +74,17 @@ class HostCopy:
 
 
 class Residence:
-    """Where the trainer's memory is: all of it on the device, its weights alone, or nothing."""
+    """State of the trainer's memory: everything is on the device, only the weights, or nothing."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.on_device: Literal["all", "weights", "nothing"] = "all"
         self._weights: HostCopy | None = None
-        """A copy that is up to date: weights do not change before all is back."""
+        """Copy of the weights. It stays valid, because weights change only when everything is on the device."""
         self._rest: HostCopy | None = None
 
     def require(self, what: Literal["all", "weights"]) -> None:
-        """Errors: RuntimeError where it is not on the device."""
+        """Raise RuntimeError if `what` is not on the device."""
         if self.on_device not in (what, "all"):
             raise RuntimeError(
                 f"the trainer sleeps: call wake({'weights_only=True' if what == 'weights' else ''}) first"
@@ -92,12 +92,12 @@ class Residence:
 
     @torch.no_grad()
     def leave(self, *, keep_weights: bool = False) -> None:
-        """Free the device, but for the weights with keep_weights."""
+        """Free the device. keep_weights: keep the weights there."""
         trainer, device = self._trainer, self._trainer.ranks.device
         if self.on_device == "all":
             gather_parameters(trainer.ddp)
             if trainer.trains:
-                trainer.optimizer.zero_grad()  # the optimizer's gradients may be copies, or views of the buffers
+                trainer.optimizer.zero_grad()  # they may be copies, or views of the buffers
             with _quiet():
                 for ddp in trainer.ddp:
                     ddp.offload_grad_buffers(empty_cache=False)
@@ -114,7 +114,7 @@ class Residence:
 
     @torch.no_grad()
     def come_back(self, *, weights_only: bool = False) -> None:
-        """Fill the device again, with the weights alone if weights_only."""
+        """Fill the device again. weights_only: only with the weights."""
         if self._weights and self.on_device == "nothing":
             self._weights.restore()
             self.on_device = "weights"
@@ -129,14 +129,14 @@ class Residence:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning of what Megatron's buffers still use of torch."""
+    """Suppress the warning about Megatron's use of a deprecated torch class."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         yield
 
 
 def _drop_quantized(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the FP8 copies of weights that Transformer Engine's layers keep: the next pass begins with making them anew."""
+    """Drop the FP8 weight copies of Transformer Engine's layers. The next pass makes new copies first."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()

@@ -1,4 +1,4 @@
-"""DDP, optimizer and learning-rate schedule: Megatron's own, from our config."""
+"""DDP, optimizer and learning rate schedule: Megatron's own, set up from our config."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron_rl.models.precision import TRAIN
 def wrap_ddp(
     parallel: ParallelConfig, gradients: str, chunks: Sequence[GPTModel], *, reduce_early: bool
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step.
+    """Wrap each model chunk in Megatron's DDP: gradient buffers in fp32 or precision.gradients, reduced once a step.
 
-    gradients: precision.gradients. reduce_early: beside the backward, where that helps.
+    gradients: precision.gradients. reduce_early: allow the reduction to overlap with the backward if this helps.
     """
     overlap = parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
@@ -32,7 +32,7 @@ def wrap_ddp(
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=(overlap or torch.cuda.is_available()) and reduce_early,
         overlap_param_gather=overlap,
-        check_for_nan_in_grad=False,  # the optimizer step looks at the norm and skips: see Trainer.update
+        check_for_nan_in_grad=False,  # Trainer.update checks the norm and skips the step
     )
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -45,10 +45,10 @@ def wrap_ddp(
 
 
 def _wait_before_use(ddp: DistributedDataParallel, chunk: GPTModel) -> None:
-    """Wait for a layer's gathered weights before its forward, and for the head's after that of all layers.
+    """Wait for a layer's gathered weights before its forward, and for the head's weights after the last layer.
 
-    Megatron's own hooks wait before the forward of the module that has a weight; experts and the head use weights of modules
-    whose forward nobody calls.
+    Megatron's own hooks wait before the forward of the module that has a weight. Experts and the head use weights of modules
+    whose forward is never called.
     """
 
     def wait(parameters: list[torch.nn.Parameter], *_: object) -> None:
@@ -63,7 +63,7 @@ def _wait_before_use(ddp: DistributedDataParallel, chunk: GPTModel) -> None:
 
 
 def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
-    """Finish what parallel.overlap_param_gather left to the next forward. Collective."""
+    """Finish the parameter gathers that parallel.overlap_param_gather leaves to the next forward. Collective."""
     for ddp in chunks:
         if ddp.ddp_config.overlap_param_gather:
             for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
@@ -73,7 +73,7 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
 def make_optimizer(
     opt: OptimizerConfig, parallel: ParallelConfig, train: str, chunks: list[DistributedDataParallel]
 ) -> ChainedOptimizer:
-    """Megatron's optimizer of `optimizer.name` over the chunks' trainable parameters. train: precision.train."""
+    """Create Megatron's optimizer `optimizer.name` for the chunks' trainable parameters. train: precision.train."""
     dtype, gpu = TRAIN[train].dtype, torch.cuda.is_available()
     moments = torch.bfloat16 if opt.moments == "bf16" else torch.float32
     optimizer = get_megatron_optimizer(
@@ -87,7 +87,7 @@ def make_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
             overlap_param_gather=parallel.overlap_param_gather,
-            # The optimizer of two devices is written for the gradients of the precision-aware one.
+            # HybridDeviceOptimizer (GPU and host) needs the gradients of the precision-aware optimizer.
             use_precision_aware_optimizer=opt.precision_aware or opt.cpu_offload > 0,
             exp_avg_dtype=moments,
             exp_avg_sq_dtype=moments,
@@ -102,27 +102,27 @@ def make_optimizer(
     )
     assert isinstance(optimizer, ChainedOptimizer)
     for inner in torch_optimizers(optimizer):
-        for group in inner.param_groups:  # by default torch's keep temporaries of all that they step on a GPU
+        for group in inner.param_groups:  # torch's default keeps temporaries of all stepped tensors on a GPU
             group["fused"] = True
-    for part in optimizer.chained_optimizers:  # Megatron calls it before it loads, and has none for some
+    for part in optimizer.chained_optimizers:  # Megatron calls init_state_fn before it loads; some optimizers have none
         part.init_state_fn = part.init_state_fn or (lambda inner, config=None: _allocate(opt, inner))
     return optimizer
 
 
 def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
-    """Yield the optimizers that step inside of Megatron's: with optimizer.cpu_offload those of the GPU and of the host."""
+    """Yield the optimizers that Megatron's wraps; with optimizer.cpu_offload, one for the GPU and one for the host."""
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
         yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
 
 
 def torch_optimizers(optimizer: ChainedOptimizer) -> list[torch.optim.Optimizer]:
-    """The inner optimizers that are torch's own: all without Transformer Engine and Apex, and those of the host."""
+    """Return the inner optimizers from torch.optim: the host's, and all without Transformer Engine and Apex."""
     return [one for one in inner_optimizers(optimizer) if type(one).__module__.startswith("torch.optim.")]
 
 
 def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
-    """Give each weight the state, of zeros, that its optimizer would make at its first step: checkpoints hold or fill it."""
+    """Give each weight a zero optimizer state, as the first step would, so that a checkpoint can save it or load into it."""
     for inner in inner_optimizers(optimizer):
         _allocate(config, inner)
     for part in optimizer.chained_optimizers:
@@ -132,7 +132,7 @@ def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> Non
 
 
 def separate_steps(optimizer: ChainedOptimizer) -> None:
-    """Give each weight a step counter: Megatron loads one tensor into all, which each of them would then advance."""
+    """Give each weight its own step counter: Megatron loads one shared tensor, which every weight would then advance."""
     for inner in torch_optimizers(optimizer):
         for state in inner.state.values():
             if "step" in state:
@@ -150,7 +150,10 @@ def _allocate(config: OptimizerConfig, inner: Any) -> None:
 
 
 def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine decay to min_lr_ratio over `updates` (or decay_steps)."""
+    """Return a schedule: linear warm-up, then constant, linear or cosine decay to min_lr_ratio.
+
+    The decay ends after `decay_steps` or, if this is not set, after `updates`.
+    """
     decay_steps = config.decay_steps or updates
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Preview of what the optimizer's next step would make of a few parameters, without taking it."""
+"""Preview of the optimizer's next step for a few parameters, without taking the step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 CLIP_EPS = 1e-6
-"""Megatron's, in clip_grad_by_total_norm_fp32."""
+"""Epsilon that Megatron adds to the gradient norm in clip_grad_by_total_norm_fp32."""
 
 
 def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice] | None:
-    """Which part of each flat parameter this process updates; None where it updates them all, whole."""
+    """Return the part of each flat parameter that this process updates; None if it updates all parameters in full."""
     found: dict[torch.nn.Parameter, slice] = {}
     for part in optimizer.chained_optimizers:
         if not isinstance(part, DistributedOptimizer):
@@ -32,14 +32,14 @@ def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice]
 
 
 class StepPreview:
-    """The step that `optimizer` is about to take; its gradients are prepared (`prepare_grads`), and not yet clipped.
+    """The step that `optimizer` is about to take. Its gradients are prepared (`prepare_grads`), but not clipped yet.
 
-    The inner optimizer itself steps, on copies of a few parameters and of their state, so that whatever it is (torch's,
-    Transformer Engine's or Apex's) its arithmetic is its own.
+    The inner optimizer itself steps, on copies of a few parameters and of their state. So the preview has exactly the
+    arithmetic of that optimizer, be it torch's, Transformer Engine's or Apex's.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, norm: float | Tensor) -> None:
-        """norm: of all gradients, which decides how far they will be clipped; of the type that the optimizer gives it."""
+        """Create the preview. norm: of all gradients, as the optimizer returned it (same type); decides the clipping factor."""
         self.norm = norm
         config: Any = optimizer.config
         clip = config.clip_grad
@@ -54,12 +54,12 @@ class StepPreview:
 
     @cached_property
     def _homes(self) -> dict[int, set[torch.nn.Parameter]]:
-        """Parameters of each part of a sharded optimizer, on all processes that share it."""
+        """Parameters of each part of a sharded optimizer, over all processes that share the part."""
         return {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
 
     @cached_property
     def _places(self) -> dict[int, tuple[torch.optim.Optimizer, dict]]:
-        """Inner optimizer and group of each tensor that is stepped, by its id."""
+        """Inner optimizer and parameter group of each stepped tensor, by the tensor's id."""
         return {
             id(tensor): (part.optimizer, group)
             for part in self._parts
@@ -69,9 +69,9 @@ class StepPreview:
 
     @torch.no_grad()
     def after(self, parameters: Sequence[torch.nn.Parameter], lr_scale: float) -> list[Tensor]:
-        """The parameters, whole, after a step at `lr_scale` times the learning rate; rounded to their dtype. Collective.
+        """Return the full parameters after a step at `lr_scale` times the learning rate, rounded to their dtype.
 
-        Frozen ones stay as they are.
+        Collective. Frozen parameters are returned unchanged.
         """
         if self._owned is None:
             mains = [getattr(p, "main_param", None) for p in parameters]
@@ -81,10 +81,10 @@ class StepPreview:
         return self._after_sharded(parameters, self._owned, lr_scale)
 
     def changes(self, parameter: torch.nn.Parameter, place: slice) -> list[Tensor]:
-        """Views of what the step may change of the flat range `place` of a parameter, as far as this process has it.
+        """Return views of everything that the step may change for the flat range `place` of a parameter, on this process.
 
-        The parameter itself and, where the process updates them, its fp32 weights and moments. Not the count of steps, which
-        Megatron has one of for all parameters.
+        These are the parameter itself and, if this process updates it, its fp32 weights and moments. The step count is left
+        out, because Megatron has a single one for all parameters.
         """
         found = [parameter.detach().view(-1)[place]]
         main, first = getattr(parameter, "main_param", None), 0
@@ -95,9 +95,9 @@ class StepPreview:
             main, first = _main_shard(part, parameter), self._owned[parameter].start
         main = parameter if main is None else main
         inner: Any = self._places[id(main)][0]
-        # That of two devices steps a copy on the host.
+        # Megatron's optimizer for two devices (GPU and host) steps a copy on the host.
         stepped = [getattr(inner, "param_to_inner_param", {}).get(main), *inner.state.get(main, {}).values()]
-        stepped += [] if main.dtype == parameter.dtype else [main]  # else it is the parameter, or a view of it
+        stepped += [] if main.dtype == parameter.dtype else [main]  # else main is the parameter or its view
         own = slice(max(place.start - first, 0), max(place.stop - first, 0))
         flat = [t.detach().view(-1) for t in stepped if torch.is_tensor(t) and t.numel() == main.numel() > 1]
         return found + [tensor[own] for tensor in flat]
@@ -105,7 +105,7 @@ class StepPreview:
     def _after_sharded(
         self, parameters: Sequence[torch.nn.Parameter], owned: dict[torch.nn.Parameter, slice], lr_scale: float
     ) -> list[Tensor]:
-        """The weights after a step of the distributed optimizer: each process steps its part, then all are gathered."""
+        """Return the weights after a step of the distributed optimizer: each process steps its part, then all are gathered."""
         results: dict[int, Tensor] = {}
         for part in self._parts:
             chosen = [p for p in parameters if p in self._homes[id(part)]]
@@ -123,7 +123,7 @@ class StepPreview:
         return [results[id(p)].view_as(p).to(p.dtype) if id(p) in results else p.detach() for p in parameters]
 
     def _step(self, tensors: list[Tensor], lr_scale: float) -> dict[int, Tensor]:
-        """Id of an inner parameter -> what it will be."""
+        """Return the stepped copy of each inner parameter, by the parameter's id."""
         found: dict[int, Tensor] = {}
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
@@ -136,7 +136,7 @@ class StepPreview:
             shadow.param_groups = [{**group, "params": copies, "lr": group["lr"] * lr_scale}]
             shadow.state = defaultdict(dict)
             for own, member in zip(copies, members, strict=True):
-                vars(own).update(vars(member))  # marks of a weight, by which an optimizer may go
+                vars(own).update(vars(member))  # attributes of a weight, which an optimizer may read
                 own.grad = None if member.grad is None else member.grad * self._clip
                 state = inner.state.get(member, {}).items()
                 shadow.state[own] = {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in state}
@@ -152,7 +152,7 @@ def _main_shard(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Te
 
 @contextmanager
 def scaled_lr(optimizer: ChainedOptimizer, scale: float) -> Iterator[None]:
-    """The learning rates times `scale` inside the block."""
+    """Multiply the learning rates by `scale` inside the block."""
     groups = optimizer.param_groups
     before = [group["lr"] for group in groups]
     for group, lr in zip(groups, before, strict=True):

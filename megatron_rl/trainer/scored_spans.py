@@ -1,10 +1,14 @@
-"""Losses of whole responses, or of places in them: what an update compares is scored on all ranks before it is learned.
+"""Losses over whole responses or spans of them. All ranks first score everything that an update compares, then learn.
 
-A *unit* is what a loss has one score of: a response by the sum of its tokens' log-probs (DPO), a response by the value behind
-its last token, or by the mean of the values behind all of them (reward models), a step by that behind it (process rewards).
+A *unit* is a set of labels that gets one score in the loss. Examples of a unit's score:
 
-The field `unit` gives each label its unit, numbered over the whole update. A loss is a function of the scores of all units; its
-gradient at each score is that at each of the unit's labels (`objective.GivenGradients`).
+- DPO: the sum of the log-probs of a response's tokens.
+- Reward model: the value after the last token of a response, or the mean of the values after all of its tokens.
+- Process reward model: the value after the last token of a step.
+
+The field `unit` gives each label the number of its unit, counted over the whole update. A loss is a function of the scores of
+all units. The gradient of the loss at a unit's score is also its gradient at each label of the unit
+(`objective.GivenGradients`).
 """
 
 from __future__ import annotations
@@ -33,35 +37,35 @@ from megatron_rl.trainer.objective import GivenGradients
 from megatron_rl.trainer.trainer import Trainer, Update
 
 Places = Items[int] | np.ndarray
-"""Labels, counted from the first token of the response."""
+"""Positions of labels, counted from the first token of the response."""
 Mark = Callable[[Comparison, int], tuple[Sequence, list[tuple[Places, float]]]]
-"""A response of a comparison -> its sequence, and its units: the labels and the score of each."""
+"""(comparison, index of a response) -> (sequence of the response, its units as (positions of the labels, score))."""
 Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Metrics]]
-"""Sums of fields by name, each [units] fp64, and under `labels` their numbers -> (loss, differentiable in them; metrics)."""
+"""Sums of fields by name and label counts under `labels`, each [units] fp64 -> (loss, differentiable; metrics)."""
 
 
 @dataclass(frozen=True)
 class ScoredSpans:
-    """The units of an update's comparisons, and what the data says of them; tensors are [units], on the host."""
+    """The units of an update's comparisons and what the data says about them. Tensors are [units], on the host."""
 
     sequences: list[Sequence]
-    """With their units marked; all of the update."""
+    """All sequences of the update, with their units marked."""
     groups: Tensor
-    """int64: the comparison that a unit belongs to."""
+    """Index of each unit's comparison, int64."""
     scores: Tensor
-    """fp64, higher is better."""
+    """Scores in fp64; higher is better."""
     margins: Tensor
-    """fp64: by how much the better one of a pair is, NaN where nobody has said."""
+    """Margin by which the better response of a pair is better, fp64; NaN if the data gives none."""
 
     @property
     def best(self) -> Tensor:
-        """[units] bool: whether no unit of the same comparison has a higher score."""
+        """Mask of the units with the highest score in their comparison, [units] bool; ties are all True."""
         lowest = torch.full((int(self.groups.max()) + 1,), -torch.inf, dtype=self.scores.dtype)
         return self.scores == lowest.scatter_reduce(0, self.groups, self.scores, "amax")[self.groups]
 
     @classmethod
     def of(cls, comparisons: Iterable[Comparison], mark: Mark) -> ScoredSpans:
-        """mark: says where the units of each response are."""
+        """Build the units of the comparisons. mark: function that says where the units of each response are."""
         sequences: list[Sequence] = []
         rows: list[tuple[int, float, float]] = []
         for group, comparison in enumerate(comparisons):
@@ -76,7 +80,7 @@ class ScoredSpans:
 
 
 def with_units(sequence: Sequence, units: Iterable[tuple[int, Places]]) -> Sequence:
-    """A copy of which the labels of some units count, and no others. units: (number, places of its labels)."""
+    """Return a copy of a sequence in which only the labels of `units` count. units: (number, positions of its labels)."""
     marked = replace(sequence, fields={})
     numbers = np.full(sequence.response_length, -1)
     for number, places in units:
@@ -87,10 +91,10 @@ def with_units(sequence: Sequence, units: Iterable[tuple[int, Places]]) -> Seque
 
 
 def with_last_state(sequence: Sequence) -> Sequence:
-    """A copy with one label more, whose value is that of the state behind the last token; label i's is that before it.
+    """Return a copy with one more label, so that the model computes a value for the state after the last token.
 
-    The last token of a sequence is only predicted. Here it enters the model too, and predicts itself, which nobody asks for:
-    the new label does not count.
+    The value of label i belongs to the state before token i. A model never reads the last token of a sequence, it only
+    predicts that token. The copy repeats the last token, so that the model reads it. The new label has a loss mask of False.
     """
     tokens = np.concatenate([sequence.tokens, sequence.tokens[-1:]])
     mask = np.append(sequence["loss_mask"], False)
@@ -98,19 +102,19 @@ def with_last_state(sequence: Sequence) -> Sequence:
 
 
 class UnitPasses:
-    """The sequences of one update, shared out over the ranks and packed. Collective, as are its methods."""
+    """Passes over the sequences of one update, which are split over the ranks and packed. All methods are collective."""
 
     def __init__(self, trainer: Trainer, table: ScoredSpans) -> None:
-        """table: the same on every process."""
+        """Split and pack the sequences. table: the same on every process."""
         self._trainer, self._count, sequences = trainer, len(table.groups), table.sequences
         [shares] = plan_updates([s.inputs for s in sequences], updates=1, ranks=trainer.ranks.data_size)
         self.mine = [sequences[i] for i in shares[trainer.ranks.data_rank]]
         self.batches = trainer.pack(self.mine)
 
     def sums(self, *needs: str) -> dict[str, Tensor]:
-        """Sum of each field over the labels of each unit, [units] fp64, and their number as `labels`, on every process.
+        """Return the sum of each field over the labels of each unit, [units] fp64, and the label counts as `labels`.
 
-        needs: fields that a pass computes (`Trainer.compute_fields`).
+        Every process gets the same sums. needs: fields that a pass computes (`Trainer.compute_fields`).
         """
         self._trainer.compute_fields(self.batches, frozenset(needs))
         found = torch.zeros(len(needs) + 1, self._count, dtype=torch.float64)
@@ -124,7 +128,7 @@ class UnitPasses:
         return dict(zip([*needs, "labels"], found, strict=True))
 
     def learn(self, loss: Loss, learned: str, *others: str) -> tuple[Update, Metrics]:
-        """One update by a loss of the sums of the field `learned`, and of others. -> (update, the loss's metrics)."""
+        """Do one update with a loss of the sums of field `learned` and of `others`. Return (update, metrics of the loss)."""
         sums = self.sums(learned, *others)
         scores = sums[learned].requires_grad_()
         value, metrics = loss(sums | {learned: scores})
@@ -135,37 +139,38 @@ class UnitPasses:
 
 def give_gradients(batches: Items[Batch], gradient: Tensor) -> None:
     """Give each label of a unit the loss's gradient [units] at its score."""
-    padded = torch.cat([gradient, gradient.new_zeros(1)]).float()  # the last is of labels without a unit, -1
+    padded = torch.cat([gradient, gradient.new_zeros(1)]).float()  # label without a unit: -1, the last entry
     for batch in batches:
         batch.fields["loss_gradients"] = padded.to(batch.labels.device)[batch["unit"].long()]
 
 
 # -- reference -----------------------------------------------------------------------------------------------------------
-# What the frozen reference says of an update's units: asked when it is needed, or for all of a run before it begins.
+# Scores of the frozen reference: computed for each update when it needs them, or for all updates before the run begins.
 
 
 LOG_PROBS = "reference_log_probs"
 
 
 class Reference:
-    """Summed log-probs of units, [units] fp64 on the host. Its methods are collective."""
+    """Summed log-probs of units under the reference model, [units] fp64 on the host. The methods are collective."""
 
     def __init__(self, folder: str, file: Path, ranks: Ranks, *, precision: str) -> None:
-        """folder: the model's; file: where what is computed before the run is kept, for one that resumes."""
+        """Set up the reference. folder: of the model; file: keeps the precomputed scores for a run that resumes."""
         self._file, self._ranks = file, ranks
         self._model = ranks.main_does(lambda: _state_of(Path(folder))) + f" {precision}"
         self._known: dict[str, Tensor] = {}
-        """Scores by the name of their folder and spans (`_name`)."""
+        """Scores by the digest of model, tokens and units (`_name`)."""
 
     def __call__(self, table: ScoredSpans, passes: UnitPasses) -> Tensor:
-        """Scores of the table's units; passes that were not computed before are made."""
+        """Return the scores of the table's units; if they were not precomputed, run a pass for them."""
         known = self._known.get(self._name(table)) if self._known else None
         return passes.sums(LOG_PROBS)[LOG_PROBS] if known is None else known
 
     def precompute(self, tables: Iterable[ScoredSpans], make: Callable[[], Trainer]) -> None:
-        """Score all units of a run by the model, which then leaves the memory; those of the file are known already.
+        """Score all units of a run. Units whose scores are in the file already are not scored again.
 
-        make: builds it, for passes alone. Errors: UserError for a file that is damaged, or that cannot be written.
+        make: builds the model, for forward passes only. The model is freed at the end. Errors: UserError for a file that is
+        damaged or cannot be written.
         """
         self._known = self._ranks.main_does(self._read)
         missing = {name: table for table in tables if (name := self._name(table)) not in self._known}
@@ -177,7 +182,7 @@ class Reference:
         self._ranks.main_does(self._write)
 
     def _name(self, table: ScoredSpans) -> str:
-        """A digest of all that the log-probs depend on."""
+        """Return a digest of everything that the log-probs depend on."""
         digest = hashlib.sha256(self._model.encode())
         for sequence in table.sequences:
             digest.update(sequence.tokens.tobytes() + sequence["unit"].tobytes())
@@ -189,7 +194,7 @@ class Reference:
         try:
             with np.load(self._file) as found:
                 return {name: torch.from_numpy(found[name]) for name in found.files}
-        except Exception as error:  # a broken archive raises of any kind
+        except Exception as error:  # numpy raises many types of errors for a broken archive
             what = f"{type(error).__name__}: {one_line(error)}"
             raise UserError(f"{self._file}: damaged ({what}); remove it to have it computed again") from None
 
@@ -203,6 +208,6 @@ class Reference:
 
 
 def _state_of(folder: Path) -> str:
-    """Digest that tells a folder's weights from those that were written there before."""
+    """Return a text that changes when the folder's weights change."""
     files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return f"{folder} " + " ".join(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in files)

@@ -1,9 +1,9 @@
-"""The distributed optimizer's state as Megatron's dist_checkpointing stores it: where it lies, without a gather or a copy.
+"""State of the distributed optimizer for Megatron's dist_checkpointing, read and written in place, without gathers or copies.
 
-A data-parallel rank holds a run of elements of each parameter's fp32 weights and moments. Megatron's own format that can be
-loaded on any layout (`fully_reshardable`) first gathers all of them on every rank. Here a run is cut into boxes of the
-parameter, of which each is a view that is written, or read into, in place. Names and shapes in the checkpoint are the same,
-so either side loads what the other has saved.
+Each data-parallel rank holds a contiguous range of elements of a parameter's fp32 weights and moments. Megatron's own format
+for loading on any layout (`fully_reshardable`) first gathers all elements on every rank. This module instead cuts each range
+into boxes of the parameter. Each box is a view, which is written or read in place. Names and shapes in the checkpoint are
+the same as Megatron's, so each format can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Box = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Cut the elements [start, end) of a row-major array into boxes whose elements follow each other, in order."""
+    """Cut the elements [start, end) of a row-major array into boxes; each box, and their sequence, is in row-major order."""
     if not shape:
         yield 0, (), ()
         return
@@ -42,16 +42,17 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 class ShardedState:
-    """The state of one DistributedOptimizer: `sharded` is what dist_checkpointing saves, or loads into.
+    """State of one DistributedOptimizer; `sharded` is the state dict that dist_checkpointing saves from or loads into.
 
-    Errors: ValueError for a parameter that is not in the model's sharded state dict, or is laid out otherwise there.
+    Errors: ValueError for a parameter that the model's sharded state dict does not have, or has in another layout.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, model_state: ShardedStateDict, *, apart: bool = False) -> None:
-        """model_state: `sharded_state_dict` of the optimizer's model chunks.
+        """Build the sharded state. model_state: `sharded_state_dict` of the optimizer's model chunks.
 
-        apart: the parameters of each layer and expert have tensors of their own. Megatron stores those of all layers, and of
-        all experts, as one tensor, which must have no holes: where single ones are frozen and have no state, there would be.
+        apart: True to store the parameters of each layer and expert in tensors of their own. Megatron stores the parameters of
+        all layers, and of all experts, in one tensor, which must be complete. If some layers or experts are frozen, they have
+        no state, and that tensor would have holes.
         """
         self._optimizer = optimizer
         described = {
@@ -64,13 +65,13 @@ class ShardedState:
         for parameter, ranges in _ranges(optimizer):
             if parameter not in described:
                 raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in the model's state")
-            # Moments that are kept in bf16 are stored in fp32, as Megatron does.
+            # Moments in bf16 are stored as fp32, as Megatron does.
             found = optimizer._get_main_param_and_optimizer_states(parameter)
             tensors = {name: tensor.float() for name, tensor in found.items()}
             self._tensors[parameter] = tensors
             pieces = _pieces(described[parameter], parameter)
             self.sharded[len(self.sharded)] = {
-                # The count of steps is one number, which the scheduler knows.
+                # The step count is left out: it is a single number, which the scheduler has.
                 name: [part for piece in pieces for part in _cut(name, flat, ranges, *piece, apart=apart)]
                 for name, flat in tensors.items()
                 if name != "step"
@@ -78,16 +79,16 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """After loading into `sharded`: give it to the optimizer, where it holds it in another form."""
+        """Hand the loaded state to the optimizer, which may hold it in another form. Call after loading into `sharded`."""
         for parameter, tensors in self._tensors.items():
             self._optimizer._set_main_param_and_optimizer_states(parameter, tensors)
         inner = self._optimizer.optimizer
-        if hasattr(inner, "_sync_hdo_state_to_sub_optimizers"):  # Megatron's optimizer that keeps a part on the host
+        if hasattr(inner, "_sync_hdo_state_to_sub_optimizers"):  # Megatron's optimizer with a part on the host
             inner._sync_hdo_state_to_sub_optimizers()
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
-    """(parameter, the run of its elements that this rank holds)."""
+    """Yield (parameter, range of its elements that this rank holds)."""
     for by_dtype in [] if optimizer.is_stub_optimizer else optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -96,7 +97,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> list[tuple[ShardedTensor, int]]:
-    """(what the checkpoint holds of the parameter, its first element in it): two for fused gate and up projections."""
+    """Return (piece of the parameter in the checkpoint, its first element); fused gate and up projections have two."""
     built = described.build() if isinstance(described, ShardedTensorFactory) else described
     found = []
     for piece in [built] if isinstance(built, ShardedTensor) else nested_values(built):
@@ -104,7 +105,7 @@ def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) 
         assert data is not None, f"{piece.key} describes no tensor"
         first, rest = divmod(data.data_ptr() - parameter.data_ptr(), parameter.element_size())
         if rest or not data.is_contiguous() or not 0 <= first <= parameter.numel() - data.numel():
-            raise ValueError(f"{piece.key}: not a run of the parameter's elements")
+            raise ValueError(f"{piece.key}: not a contiguous range of the parameter's elements")
         found.append((piece, first))
     return found
 
@@ -112,7 +113,7 @@ def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) 
 def _cut(
     name: str, flat: Tensor, held: Any, piece: ShardedTensor, first: int, *, apart: bool
 ) -> Iterator[ShardedTensor]:
-    """The boxes of `piece`, which begins at element `first` of its parameter, in flat (elements held.start to held.end)."""
+    """Yield the boxes of `piece`, which begins at element `first` of its parameter, from flat (held.start to held.end)."""
     start, end = max(held.start - first, 0), min(held.end - first, math.prod(piece.local_shape))
     stacked = piece.prepend_axis_num
     place = "".join(f".{index}" for index in piece.global_offset[:stacked]) if apart else ""
@@ -128,8 +129,8 @@ def _cut(
             local_shape=ones + sizes,
             global_shape=piece.global_shape[left_out:],
             global_offset=global_offset[left_out:],
-            axis_fragmentations=None,  # data-parallel ranks cut it anywhere
+            axis_fragmentations=None,  # data-parallel ranks cut the tensor at any element
             # Data-parallel ranks hold no copies.
-            replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: those of parameters are triples
+            replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: a parameter's is a triple
             allow_shape_mismatch=piece.allow_shape_mismatch,
         )

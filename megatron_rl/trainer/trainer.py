@@ -1,4 +1,4 @@
-"""The trainer's verbs: pack, compute_log_probs, update, export_weights, sleep, wake. Every process calls every verb."""
+"""The trainer and its operations: pack, compute_log_probs, update, export_weights, sleep, wake. All processes call each one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, mak
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
 
 TEACHER = "distillation.teacher"
-"""Name of a companion: what is distilled. No reward model's name has a dot."""
+"""Name of the companion that is distilled. Names of reward models have no dot, so they cannot clash with it."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Update:
     """Result of an update."""
 
     metrics: Metrics
-    """Over all micro-batches and ranks."""
+    """Metrics over all micro-batches and ranks."""
     tokens: list[Mapping[str, torch.Tensor]]
-    """[T] values by name of each micro-batch (`Result.tokens`); nothing on pipeline stages without the head."""
+    """Values by name of each micro-batch, [T] each (`Result.tokens`); empty on pipeline stages without the head."""
     lr_scale: float = 1.0
-    """Share of the learning rate at which the step was taken: below 1 where a hook confined it, 0 where it left it out."""
+    """Factor of the learning rate in this step: below 1 if a hook reduced the step, 0 if a hook skipped it."""
     ends_batch: bool = False
-    """True: a hook leaves out all later updates of the rollout batch."""
+    """True if a hook skips all later updates of the rollout batch."""
 
 
 class Trainer:
-    """The policy with its optimizer, and its frozen reference where one is asked for."""
+    """The policy with its optimizer and, if requested, its frozen reference."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Trainer:
         hooks: Iterable[UpdateHook] = (),
         reference: str | None = None,
     ) -> None:
-        """Build the chunks, and unless total_updates is None (scoring alone) the optimizer.
+        """Build the model chunks and, unless total_updates is None (for scoring only), the optimizer.
 
-        hooks: called in their order. reference: folder of the frozen reference; None: there is none.
+        hooks: update hooks, called in this order. reference: folder of the frozen reference; None for no reference.
         """
         self.config = config
         self.model = model
@@ -99,8 +99,8 @@ class Trainer:
         self._divisor = torch.ones(())
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
-        """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
-        train are in its checkpoints."""
+        """Other models on the same ranks, such as a critic. They leave the device and return together with this model.
+        This trainer's checkpoints contain the companions that train."""
         self.passes = PassRunner(config.model, config.precision, config.batch.tokens_per_micro_batch)
         if total_updates is not None:
             self._prepare_updates(total_updates)
@@ -108,38 +108,38 @@ class Trainer:
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-        """True if this process's per-token results count: those of the last stage, once per tensor-parallel group."""
+        """True if this process reports per-token results: one tensor-parallel rank of the last pipeline stage."""
         self.residence = Residence(self)
         for hook in self.hooks:
             hook.attach(self)
 
     def add_companions(self, companions: Mapping[str, Trainer]) -> None:
-        """Let other models on the same ranks leave the device and come back with this one."""
+        """Add models on the same ranks, which leave the device and return together with this model."""
         self.companions |= companions
 
     def part_steps_by(self, separator: str | None) -> None:
-        """Let the folders that are saved of a process reward model say what parts the steps of a response."""
+        """Set the step separator that is saved in the folders of a process reward model."""
         self.model = replace(self.model, step_separator=separator)
 
     def watch(self, interrupt: Interrupt) -> None:
-        """Let this model and its companions give a step up when `interrupt` says so."""
+        """Let `interrupt` abort steps of this model and of its companions."""
         for trainer in (self, *self.companions.values()):
             trainer.passes.interrupt = interrupt
 
     @property
     def trains(self) -> bool:
-        """True if it was built for updates, and has an optimizer."""
+        """True if the trainer was built for updates and has an optimizer."""
         return self._optimizer is not None
 
     @property
     def optimizer(self) -> ChainedOptimizer:
-        """Megatron's optimizer. Errors: RuntimeError for a trainer that was built for scoring alone."""
+        """Megatron's optimizer. Errors: RuntimeError for a trainer that was built for scoring only."""
         if self._optimizer is None:
-            raise RuntimeError("this trainer was built for scoring alone (total_updates=None)")
+            raise RuntimeError("this trainer was built for scoring only (total_updates=None)")
         return self._optimizer
 
     def _prepare_updates(self, total: int) -> None:
-        # Gradients that are changed before they are reduced cannot be reduced beside the backward.
+        # Hooks that change gradients must run before the reduction, so it cannot overlap with the backward.
         early = not any(hook.changes_gradients for hook in self.hooks)
         parallel, precision = self.config.parallel, self.config.precision
         self.ddp = wrap_ddp(parallel, precision.gradients, self.chunks, reduce_early=early)
@@ -153,7 +153,7 @@ class Trainer:
 
     def _make_reference(self, folder: str) -> list[GPTModel]:
         if self.model.lora.rank and Path(folder).resolve() == self.model.path.resolve():
-            return self.chunks  # with their adapters off: no second copy
+            return self.chunks  # adapters off: needs no second copy
         chunks = self.model.make_chunks(weights=folder, adapt=False)
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -163,10 +163,10 @@ class Trainer:
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
     def pack(self, samples: Items[Sequence]) -> list[Batch]:
-        """This data-parallel rank's samples as micro-batches, equally many on all ranks."""
+        """Pack this data-parallel rank's samples into micro-batches. Every rank gets the same number of micro-batches."""
         count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
         count = self.ranks.maximum(count)
-        if self.config.parallel.virtual_pipeline > 1:  # the interleaved schedule works in rounds of `pipeline`
+        if self.config.parallel.virtual_pipeline > 1:  # the interleaved schedule runs rounds of `pipeline`
             stages = self.config.parallel.pipeline
             count = -(-count // stages) * stages
         return [batch.to(self.ranks.device) for batch in pack_all([*samples], count, self.layout)]
@@ -183,10 +183,10 @@ class Trainer:
         place: UpdateContext = ALONE,
         hooks: Iterable[UpdateHook] | None = None,
     ) -> list[torch.Tensor | None]:
-        """Forward alone: log-probs [T] of each micro-batch; None on pipeline stages without the head.
+        """Run a forward pass and return log-probs [T] of each micro-batch; None on pipeline stages without the head.
 
-        chunks: of another model than the policy, which hooks do not see. support: under which they are, by default the
-        policy's. hooks: others than the trainer's own.
+        chunks: chunks of a model other than the policy; hooks do not see this pass. support: sampling support of the
+        log-probs, by default the policy's. hooks: hooks to use instead of the trainer's own.
         """
         hooks = [] if chunks is not None else list(self.hooks if hooks is None else hooks)
         support = support or self.support
@@ -196,14 +196,14 @@ class Trainer:
 
     @torch.no_grad()
     def compute_values(self, batches: list[Batch]) -> list[torch.Tensor | None]:
-        """As compute_log_probs: values [T] of every position, by a model with a value head."""
+        """Return values [T] of every position of each micro-batch, from a model with a value head. See compute_log_probs."""
         with self._observed([], batches, "log_probs", ALONE) as passes:
             results = self._run(ModelPass(self.model, self.chunks, batches, passes, ComputeValues(), self.support))
         return [result and result.tokens["values"] for result in results]
 
     @torch.no_grad()
     def teach(self, batches: list[Batch], layers: frozenset[int] = frozenset()) -> None:
-        """As compute_log_probs: add last hidden states and outputs of these layers to the micro-batches of a student."""
+        """Run a teacher: add its last hidden states and the outputs of `layers` to the student's micro-batches."""
         kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches if layers]
         with self._observed([], batches, "log_probs", ALONE) as passes:
             results = self._run(
@@ -218,15 +218,15 @@ class Trainer:
         return own_rows(batch.mask, sequence_parallel=self.chunks[0].config.sequence_parallel)
 
     def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: UpdateContext = ALONE) -> None:
-        """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
+        """Add the fields `needs` of an objective to the micro-batches, each by a forward pass (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
         if "values" in needs:
             found["values"] = self.compute_values(batches)
         if "old_log_probs" in needs:
             found["old_log_probs"] = self.compute_log_probs(batches, place=place)
         if "reference_log_probs" in needs:
-            # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
-            # infinite KL.
+            # The reference's vocabulary is not pruned. Its own safe set would give a log-prob of -inf to tokens that the policy
+            # samples, and the policy an infinite KL.
             support = self.support.unpruned
             with adapters_off(self.reference or []):
                 found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
@@ -241,12 +241,12 @@ class Trainer:
                     batch.fields[name] = of_batch
 
     def update(self, batches: list[Batch], objective: Objective, place: UpdateContext = ALONE) -> Update:
-        """Forward, backward, gradient reduction, clipping, one optimizer step.
+        """Run forward, backward, gradient reduction, clipping and one optimizer step.
 
-        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1. So does one of which
-        nothing counts: no token is in its loss.
+        If the gradient norm is not finite, or no token counts in the loss, the step changes nothing, and the metric
+        'update/skipped' is 1.
 
-        Errors: UserError of a hook's `check`, before anything is changed.
+        Errors: UserError from a hook's `check`, before anything is changed.
         """
         self.residence.require("all")
         for ddp in self.ddp:
@@ -254,7 +254,7 @@ class Trainer:
         self.optimizer.zero_grad()
         totals = self.totals(batches)
         objective = objective.for_update(totals)
-        # Gradients are divided by what the objective counts; of the routers' losses it is the mean over all tokens.
+        # Gradients are divided by what the objective counts. The router losses are a mean over all tokens.
         weight = objective.divisor(totals) / max(1, totals.inputs)
         routers = [self._router_losses(batch, weight) for batch in batches]
         drawn: list[DrawnLayers] = []
@@ -276,7 +276,7 @@ class Trainer:
                 )
             )
         for batch in () if place.again else batches:
-            batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
+            batch.teacher_hidden, batch.teacher_layers = None, {}  # large, and no longer needed
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
         measured += [features.metrics() for features in drawn]
@@ -297,9 +297,9 @@ class Trainer:
         return Update(metrics, tokens, step.scale, any(hook.ends_batch for hook in self.hooks))
 
     def _step(self) -> Step:
-        """Clip and step, unless nothing counts, a hook refuses it, or the norm is not finite.
+        """Clip the gradients and step, unless no token counts, a hook refuses the step, or the norm is not finite.
 
-        Megatron's own check of the norm raises, or steps on NaN.
+        Megatron's own check is not used: it raises on a norm that is not finite, or steps on NaN.
         """
         if self.passes.interrupt is not None:
             self.passes.interrupt.disarm()
@@ -308,7 +308,7 @@ class Trainer:
         norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
         if found_inf or not math.isfinite(norm) or not float(self._divisor):
             return Step(False, norm, lr)
-        if any(hook.ends_batch for hook in self.hooks):  # none of the others need judge a step that is not taken
+        if any(hook.ends_batch for hook in self.hooks):  # no step is taken, so the other hooks are not asked
             return Step(False, norm, 0.0, 0.0)
         preview = StepPreview(self.optimizer, clipped_by)
         scale = math.prod((hook.before_step(preview) for hook in self.hooks), start=1.0)
@@ -319,15 +319,15 @@ class Trainer:
         return Step(done, norm, lr * scale, scale)
 
     def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor, **options) -> None:
-        """Megatron's reduction of the gradients, and their division by what counts (at least 1).
+        """Reduce the gradients as Megatron does, and divide them by the number of counted tokens (at least 1).
 
-        num_tokens: Megatron's own count, of integers and of the last pipeline stage alone: 0 on the others.
+        num_tokens: Megatron's own count, an integer that only the last pipeline stage has (0 on the others); not used.
         """
         for hook in self.hooks:
             hook.after_backward()
         counted = [result.counted.double() for result in self.passes.results if result and result.counted is not None]
         self._divisor = torch.stack(counted).sum() if counted else torch.zeros_like(num_tokens, dtype=torch.float64)
-        finalize_model_grads(chunks, self._divisor, **options)  # which sums it over the ranks
+        finalize_model_grads(chunks, self._divisor, **options)  # which sums the divisor over the ranks
         for hook in self.hooks:
             hook.after_reduction()
 
@@ -339,21 +339,21 @@ class Trainer:
         return RouterLosses(real, weight)
 
     def weights_pushed(self) -> None:
-        """The rollout engine has just got the weights as they are. Collective."""
+        """Tell the hooks that the rollout engine has just received the current weights. Collective."""
         self.residence.require("weights")
         for hook in self.hooks:
             hook.weights_pushed()
 
     def totals(self, batches: list[Batch]) -> Totals:
-        """Counted tokens and sequences of these micro-batches over all ranks. Collective."""
+        """Return the counted tokens, the sequences and all tokens of these micro-batches, over all ranks. Collective."""
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
         sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
         inputs = sum(b.inputs for b in batches) if self.reports else 0
-        return Totals(tokens, max(1, sequences), self.ranks.total(inputs))  # of no sequences where all are masked
+        return Totals(tokens, max(1, sequences), self.ranks.total(inputs))  # if all sequences are masked, 1
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
+        """Return the sum over the context-parallel ranks, which hold parts of the same sequences (not differentiable)."""
         if self.config.parallel.context == 1:
             return tensor
         total = tensor.to(self.ranks.device)
@@ -364,7 +364,7 @@ class Trainer:
     def _observed(
         self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: UpdateContext
     ) -> Iterator[list[RoutePass | None]]:
-        """Observe the routers with each micro-batch in the pass inside the block; None for a dense model."""
+        """Observe the routers during the pass inside the block. Yield a RoutePass per micro-batch; None for a dense model."""
         for hook in hooks:
             hook.before_forward(batches, stage, place)
         tables = [batch.routes for batch in batches if batch.routes]
@@ -395,20 +395,20 @@ class Trainer:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end).
+        """Yield full tensors with Hugging Face names, one at a time. Collective: every process iterates to the end.
 
         Errors: RuntimeError while the weights are off the device.
         """
         return self.model.export_hf_weights(self.chunks, self._exported())
 
     def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapters alone, whole and by PEFT's names, on rank 0; nothing elsewhere. Collective."""
+        """Yield the full adapter tensors with PEFT's names on rank 0; nothing on other ranks. Collective."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         yield from self.model.gather_adapters(self.chunks).items()
 
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprints of this process's weights by Megatron's names: equal where they have not moved.
+        """Return fingerprints of this process's weights, by Megatron's names. Equal fingerprints mean unchanged weights.
 
         Collective. Errors: as export_weights.
         """
@@ -427,13 +427,13 @@ class Trainer:
         return self._export_plan
 
     def save_hf(self, out: Path) -> None:
-        """The weights as a Hugging Face folder. Collective. Errors: as export_weights; UserError as Model.save_hf."""
+        """Save the weights as a Hugging Face folder. Collective. Errors: as export_weights; UserError as Model.save_hf."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         self.model.save_hf(self.chunks, out)
 
     def save_adapter(self, out: Path) -> None:
-        """The adapters as a folder in PEFT's format. Collective. Errors: as export_weights; UserError."""
+        """Save the adapters as a folder in PEFT's format. Collective. Errors: as export_weights; UserError."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         tensors = self.model.gather_adapters(self.chunks)
@@ -447,23 +447,23 @@ class Trainer:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference, state of hooks.
+        """Free the device for the rollout engine: weights, gradient buffers, optimizer state, reference, tensors of hooks.
 
-        keep_weights: the policy's weights stay, for a push. Every pass raises RuntimeError until `wake`.
+        keep_weights: keep the policy's weights on the device, for a push. Every pass raises RuntimeError until `wake`.
         """
         self.residence.leave(keep_weights=keep_weights)
         for companion in self.companions.values():
             companion.sleep()
 
     def wake(self, *, weights_only: bool = False) -> None:
-        """Come back, bit for bit as before, with gradients of zero. weights_only: the policy's weights alone, for a push."""
+        """Restore everything on the device, bit for bit, with zero gradients. weights_only: only the weights, for a push."""
         self.residence.come_back(weights_only=weights_only)
         for companion in {} if weights_only else self.companions.values():
             companion.wake()
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """Shape of a model's routes; None for a dense one."""
+    """Return the shape of a model's routes; None for a dense model."""
     if not expert_count(model.hf_config):
         return None
     return engine_routes(model.hf_config).shape
@@ -480,10 +480,10 @@ def build_trainer(
     reference: str | None = None,
     plain: bool = False,
 ) -> Trainer:
-    """The trainer of the folder config.model.path, whose log-probs are those under `support`.
+    """Build the trainer of the model folder config.model.path. Its log-probs use the sampling support `support`.
 
-    total_updates: of the run; None: for scoring alone. value_head: of a reward model or critic. reference: as of
-    Trainer. plain: as of `models.build.load`. parallel_state must be initialized. Errors: UserError.
+    total_updates: number of updates of the run; None for scoring only. value_head: True for a reward model or critic.
+    reference: see Trainer. plain: see `models.build.load`. parallel_state must be initialized. Errors: UserError.
     """
     model = load(
         config.model.path,

@@ -541,7 +541,7 @@ def test_a_critic_reads_the_policys_tokens_on_the_policys_ranks(tiny_model, tmp_
         check(tiny_model("qwen3_moe"))
     small = shutil.copytree(dense, tmp_path / "small")
     (small / "config.json").write_text(json.dumps(json.loads((small / "config.json").read_text()) | {"vocab_size": 9}))
-    with pytest.raises(UserError, match=r"critic\.path = .* embeddings of 9 tokens, and the tokenizer \d\d+; take"):
+    with pytest.raises(UserError, match=r"critic\.path = .* embeddings for 9 tokens, but the tokenizer has \d\d+; use"):
         check(small)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"pipeline = 2 does not divide the model's 3 layers.* \(of the critic\)"):

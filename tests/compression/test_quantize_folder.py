@@ -346,7 +346,7 @@ def test_refusals_of_the_command(case, arguments, tmp_path, capsys):
 
 def test_refused_models(tmp_path):
     folder = make_tiny_model("qwen3", tmp_path / "qwen3", sizes=Sizes(layers=1, hidden=64, intermediate=96))
-    with pytest.raises(UserError, match=r"\d+ x \d+: SGLang takes int4 of multiples of 64 x 128; use .*fp8_tensor"):
+    with pytest.raises(UserError, match=r"\d+ x \d+: for int4, SGLang needs multiples of 64 x 128; use .*fp8_tensor"):
         quantization.check_source(folder, "int4", [])
     quantization.check_source(folder, "fp8_tensor", [])
     quantization.check_source(folder, "int4", [0])
@@ -355,7 +355,7 @@ def test_refused_models(tmp_path):
     with pytest.raises(UserError, match=r"is quantized already \(awq\); set model.path to the plain weights"):
         quantization.check_source(folder, "int4", [])
     gpt_oss = make_tiny_model("gpt_oss", tmp_path / "gpt_oss", sizes=Sizes(layers=1))
-    with pytest.raises(UserError, match="GptOssForCausalLM: SGLang reads MXFP4 of it alone"):
+    with pytest.raises(UserError, match="GptOssForCausalLM: SGLang only reads it in MXFP4"):
         quantization.check_source(gpt_oss, "fp8_tensor", [])
 
 
@@ -365,6 +365,6 @@ def test_the_folder_is_not_taken_for_plain_weights(form, tmp_path):
     folder, texts = a_model("qwen3", tmp_path / "model"), some_tokens(1)
     quantization.export(calibrated(folder, form, texts), form, folder, tmp_path / "hf", [])
     method = {"fp8_tensor": "modelopt", "int4": "compressed-tensors"}[form]
-    with pytest.raises(UserError, match=rf"hf: is quantized \({method}\), for serving; train and convert the plain"):
+    with pytest.raises(UserError, match=rf"hf: is quantized \({method}\), for serving; use the unquantized weights"):
         convert(tmp_path / "hf", tmp_path / "checkpoint", ParallelConfig())
     assert not (tmp_path / "checkpoint").exists()

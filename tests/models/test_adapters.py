@@ -241,10 +241,10 @@ def test_adapters_that_peft_trained_are_read(scaling, tiny_model, tmp_path):
     settings = {"path": str(tmp_path / "theirs"), "alpha": 5.0}
     assert abs(log_probs(make(folder, rank=7, **settings), sequences) - expected).max() < ROUNDING
     with pytest.raises(
-        UserError, match=r"lora\.rank = 5 is too small .* needs 6, as the layers that it fuses have A's"
+        UserError, match=r"lora\.rank = 5 is too small .* needs 6, because the layers that it fuses have diff"
     ):
         make(folder, rank=5, **settings)
-    with pytest.raises(UserError, match=r"has an adapter of model\.layers\.0\.mlp\.down_proj, and lora\.targets none"):
+    with pytest.raises(UserError, match=r"has an adapter for model\.layers\.0\.mlp\.down_proj, but lora\.targets"):
         make(folder, rank=7, targets=["*.self_attention.linear_*"], **settings)
 
 
@@ -310,10 +310,10 @@ def test_a_model_that_is_not_there_is_asked_for(tiny_model, tmp_path, capsys):
     settings = tmp_path / "adapter" / "adapter_config.json"
     settings.write_text(settings.read_text().replace(str(tiny_model("qwen3")), "/gone"))
     assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 2
-    assert "belongs to the model /gone, which is not there; name its folder with --base" in capsys.readouterr().err
+    assert "belongs to the model /gone, which does not exist; give its folder with --base" in capsys.readouterr().err
     for other, problem in (
-        (tiny_model("qwen3_moe"), "is no layer of the model"),
-        (tiny_model("qwen3", "--heads", "8"), "goes with a weight of"),
+        (tiny_model("qwen3_moe"), "is not a layer of the model"),
+        (tiny_model("qwen3", "--heads", "8"), "fits a weight of"),
     ):
         assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(other)]) == 2
         assert problem in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_what_is_not_supported_is_refused():
         core(layer_config(attention_dropout=0.1))
     with pytest.raises(UserError, match=r"cp_comm_type: 'p2p' is not supported; a2a and all_gather are"):
         core(layer_config(), cp_comm_type="p2p")
-    with pytest.raises(UserError, match="causal alone"):
+    with pytest.raises(UserError, match="only causal is"):
         CoreAttention(layer_config(), 1, AttnMaskType.no_mask, "self")
     with pytest.raises(UserError, match="bias"):
         x = torch.zeros(2, 1, 4, 16)

@@ -181,7 +181,7 @@ def test_frozen_and_other_weights(folders, tmp_path):
         exported = dict(model.export_hf_weights(chunks))
         stored = load_file(other / "model.safetensors")
         assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
-        with pytest.raises(UserError, match="not of the architecture"):
+        with pytest.raises(UserError, match="does not have the architecture"):
             model.make_chunks(weights=folders["llama"])
         with pytest.raises(UserError, match=r"'\*\.attention\.\*' matches no parameter"):
             load(folders["gpt_oss"], parallel=ALONE, precision="fp32", freeze=["*.attention.*"]).make_chunks()
@@ -293,7 +293,7 @@ def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     if name != "bf16":
-        with pytest.raises(UserError, match="is installed and cannot be imported"):
+        with pytest.raises(UserError, match="is installed but cannot be imported"):
             _set_kernels(SimpleNamespace(fp8=None), TRAIN[name], "none", plain=False)
     monkeypatch.setattr("megatron_rl.models.build.HAVE_TE", True)
     config = SimpleNamespace(fp8=None)

@@ -174,7 +174,7 @@ def test_fp8_of_another_layout_is_not_read(wrong, tmp_path):
         tensors[f"{name}_scale_inv"] = scale.repeat(2, 2)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(
-        UserError, match=rf"{name}: scales (none|of shape \[2, 2\]); read are those of blocks of 128 x 128"
+        UserError, match=rf"{name}: scales (none|of shape \[2, 2\]); expected scales for blocks of 128 x 128"
     ):
         convert(tmp_path / "fp8", tmp_path / "out", ALONE)
     assert not (tmp_path / "out").exists()
@@ -184,7 +184,7 @@ REFUSED = {
     "experts": (
         "qwen3_moe",
         {"expert_intermediate": 96},
-        r"experts.0.\w+_proj.weight has 96 rows: SGLang wants multiples",
+        r"experts.0.\w+_proj.weight has 96 rows: SGLang needs multiples",
     ),
     "key heads": ("qwen3", {"kv_heads": 2}, r"self_attn.k_proj.weight has 64 rows"),
     "stacked experts": ("gpt_oss", {}, r"mlp.experts.\w+_proj holds all experts in one tensor"),
@@ -216,7 +216,7 @@ def test_conversion_on_two_processes(tmp_path):
     ]
     first, second = run_ranks(2, "models.round_trips:several", (calls,), timeout=200)
     assert first == second and first[0] == (True, "")
-    assert not first[1][0] and "SGLang wants multiples of 128" in first[1][1]
+    assert not first[1][0] and "SGLang needs multiples of 128" in first[1][1]
     convert(whole, tmp_path / "alone", ALONE, quantize="fp8")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "whole.fp8"))
     assert one.keys() == two.keys() and all(torch.equal(two[name].float(), t.float()) for name, t in one.items())

@@ -38,7 +38,7 @@ def test_an_index_that_is_damaged_or_leads_elsewhere(index, tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "b.safetensors")
     (folder / INDEX).write_text(index)
     with pytest.raises(
-        UserError, match=rf"model folder {folder}: {INDEX} (is damaged|names .*b.safetensors, which is no)"
+        UserError, match=rf"model folder {folder}: {INDEX} (is damaged|names .*b.safetensors, which is not)"
     ):
         check_weight_files(folder)
 
@@ -92,7 +92,7 @@ def test_a_folder_that_needs_its_own_code_is_refused(with_code):
         path = with_code / file
         path.write_text(json.dumps({**json.loads(path.read_text()), key: "MadeUp"}))
     for read, what in ((read_hf_config, r"config\.json"), (read_tokenizer, "its tokenizer")):
-        wanted = rf"{with_code}: {what} cannot be read \(it names code of the folder itself .* never run; [^\n]*\)$"
+        wanted = rf"{with_code}: {what} cannot be read \(it names code in the folder itself .* never run; [^\n]*\)$"
         with pytest.raises(UserError, match=wanted):
             read(with_code)
 

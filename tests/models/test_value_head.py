@@ -122,10 +122,10 @@ def test_a_folder_and_a_checkpoint_are_converted_bit_for_bit(tiny_model, tmp_pat
 def test_what_is_no_reward_model_is_refused(tiny_model, tmp_path):
     folder = classifier(tiny_model("llama"), tmp_path / "classifier", seed=0)
     settings = {"parallel": ParallelConfig(), "precision": "fp32"}
-    with pytest.raises(UserError, match=r"classifier: has a head of one number.*give the folder of a language model"):
+    with pytest.raises(UserError, match=r"classifier: has a head with one number.*give the folder of a language model"):
         load(folder, **settings)
     config = json.loads((folder / "config.json").read_text())
     labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     (folder / "config.json").write_text(json.dumps(config | labels))
-    with pytest.raises(UserError, match=r"num_labels = 2: a reward model or critic has one"):
+    with pytest.raises(UserError, match=r"num_labels = 2: reward models and critics have 1"):
         load(folder, **settings, value_head=True)

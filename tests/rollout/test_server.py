@@ -241,8 +241,12 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("mixtral", {"tie_word_embeddings": True}, r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"),
-        ("gpt_oss", {}, r"in the dtype of config.json alone, which is float32, but precision.rollout is bf16"),
+        (
+            "mixtral",
+            {"tie_word_embeddings": True},
+            r"MixtralForCausalLM only without tied embeddings.*tie_word_embeddings",
+        ),
+        ("gpt_oss", {}, r"only in the dtype of config.json, which is float32, but precision.rollout is bf16"),
     ],
 )
 def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, change, message, tmp_path):
@@ -295,7 +299,9 @@ def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     config = build_config({"model": {"path": str(folder)}})
-    with pytest.raises(UserError, match=r"as fp8 .*whose products need a GPU; write plain ones: megatron-rl convert"):
+    with pytest.raises(
+        UserError, match=r"as fp8 .*whose matrix products need a GPU; write plain weights: megatron-rl convert"
+    ):
         check_served(*served(config), read_hf_config(folder), pushes=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_served(*served(config), read_hf_config(folder), pushes=False)
@@ -307,7 +313,7 @@ def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
     config = build_config({"model": {"path": str(folder)}, "precision": {"rollout": "fp8"}})
     check_served(*served(config), read_hf_config(folder), pushes=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang wants multiples of 128"):
+    with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang needs multiples of 128"):
         check_served(*served(config), read_hf_config(folder), pushes=True)
 
 

@@ -173,5 +173,5 @@ def test_more_ranks_than_parts_are_refused():
     from megatron_rl.models.identical_layers import parts_of_rank  # Megatron, which takes seconds
 
     assert [parts_of_rank(width, 2) for width in (64, 512, 1024)] == [1, 2, 4]
-    with pytest.raises(UserError, match=r"parallel\.tensor = 4 .* 64 inputs is made of 2 parts"):
+    with pytest.raises(UserError, match=r"parallel\.tensor = 4 .* 64 inputs has 2 parts"):
         parts_of_rank(64, 4)

@@ -219,5 +219,7 @@ def test_experts_in_one_tensor_have_no_form_in_peft(tiny_model):
     """gpt-oss: the line says which layers to take."""
     folder = str(tiny_model("gpt_oss"))
     config = build_config({"model": {"path": folder}, "lora": {"rank": 4}})
-    with pytest.raises(UserError, match=r"PEFT's format has no adapters of .*gate_up_proj.*take \*\.self_attention"):
+    with pytest.raises(
+        UserError, match=r"PEFT's format has no adapters for .*gate_up_proj.*use only \*\.self_attention"
+    ):
         refuse(config, adapted_layers, hf_config=read_hf_config(folder), kind="sft")

@@ -40,7 +40,7 @@ def test_the_one_that_is_left_names_the_other(gone, who, tmp_path):
             process.join(120)
             assert process.exitcode == 0
     said = (tmp_path / "said").read_text()
-    assert said.endswith("The same command goes on from the last checkpoint")
+    assert said.endswith("Run the same command again to go on from the last checkpoint")
     assert said.startswith(who) and f": rank {1 - gone} on " in said and "\n" not in said
 
 
@@ -63,7 +63,7 @@ def test_one_that_never_meets_the_others_says_so(rank, reason, tmp_path):
         assert process.exitcode == 0
     said = (tmp_path / "said").read_text()
     met = f"127.0.0.1:{environment['MASTER_PORT']}"
-    assert said.startswith(f"rank {rank} on ") and f" has not met the others at {met} within " in said
+    assert said.startswith(f"rank {rank} on ") and f" could not connect to the others at {met} within " in said
     assert reason in said and "\n" not in said
 
 

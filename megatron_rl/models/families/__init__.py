@@ -1,4 +1,4 @@
-"""Model families: each module of this folder is one, and describes it whole in its `FAMILY`."""
+"""Model families. Each module in this folder describes one family completely in its `FAMILY`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CLASSIFIER = "ForSequenceClassification"
-"""How Hugging Face's names of models with a head of labels end."""
+"""Ending of Hugging Face's class names for models with a head of labels."""
 
 
 def _families() -> dict[str, Family]:
@@ -44,7 +44,7 @@ def _families() -> dict[str, Family]:
 
 
 def together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """One table of several, which may say a thing twice but not in two ways. Errors: ValueError."""
+    """Merge tables; a name may occur in several tables if all entries are equal. Errors: ValueError for unequal entries."""
     found: dict[str, Entry] = {}
     for table in tables:
         for name, entry in table.items():
@@ -54,63 +54,63 @@ def together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> d
 
 
 FAMILIES: dict[str, Family] = _families()
-"""Hugging Face's architecture -> family."""
+"""Hugging Face's architecture name -> family."""
 _MOES = [family.moe for family in FAMILIES.values() if family.moe]
 LINEARS: dict[str, Linear] = together(family.linears for family in FAMILIES.values())
-"""Linear layers outside of experts, of all families, by their names in files: a stream of tensors names no family."""
+"""Linear layers outside of experts in all families, by name in files. A stream of tensors does not name its family."""
 EXPERT_LINEARS: dict[str, Linear] = together(moe.linears for moe in _MOES)
-"""Linear layers of one expert."""
+"""Linear layers of one expert, by name in files."""
 STACKS: dict[str, Stack] = together(moe.stacks for moe in _MOES)
-"""Tensors that hold a linear layer of all experts."""
+"""Tensors that hold a linear layer of all experts, by name in files."""
 _STACK = re.compile(rf".+\.experts\.({'|'.join(STACKS)})(_\w+)?")
 
 
 def linear_of(name: str) -> Linear | None:
-    """The linear layer to which a tensor of a Hugging Face file belongs; None: to none."""
+    """Return the linear layer to which a tensor of a Hugging Face file belongs; None if there is none."""
     *path, module, _ = ["", "", *name.split(".")]
     return (EXPERT_LINEARS if path[-2] == "experts" and path[-1].isdigit() else LINEARS).get(module)
 
 
 def stack_of(name: str) -> tuple[str, str] | None:
-    """Name in `STACKS`, and what follows it (such as _bias), of a tensor that holds all experts; None: it does not."""
+    """Return (name in `STACKS`, suffix such as _bias) of a tensor that holds all experts; None for other tensors."""
     match = _STACK.fullmatch(name)
     return match and (match[1], match[2] or "")
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """The one entry of `architectures`, e.g. LlamaForCausalLM; of a classifier, the language model that it is built on."""
+    """Return the entry of `architectures`, such as LlamaForCausalLM; for a classifier, the underlying language model."""
     return _named(config).replace(CLASSIFIER, "ForCausalLM")
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """True if the folder has a head of one number (`score.weight`): a reward model or a critic."""
+    """Return True if the folder has a head with one number (`score.weight`): a reward model or a critic."""
     return _named(config).endswith(CLASSIFIER)
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a config that `read_hf_config` has accepted. Errors: KeyError for one that is not supported."""
+    """Return the family of a config that `read_hf_config` has accepted. Errors: KeyError for an unsupported config."""
     return FAMILIES[architecture(config)]
 
 
 def family_named(architectures: Iterable[str] | None) -> Family | None:
-    """The family of a config.json's `architectures`; None: it is not supported."""
+    """Return the family of a config.json's `architectures`; None if the architecture is not supported."""
     return next((FAMILIES[name] for name in architectures or () if name in FAMILIES), None)
 
 
 def expert_count(config: PreTrainedConfig) -> int:
-    """Routed experts of a MoE layer; 0 for a dense model."""
+    """Return the number of routed experts in a MoE layer; 0 for a dense model."""
     moe = family_of(config).moe
     return (getattr(config, moe.experts) or 0) if moe else 0
 
 
 def expert_intermediate(config: PreTrainedConfig) -> int:
-    """Inner size of one expert; 0 for a dense model."""
+    """Return the inner size of one expert; 0 for a dense model."""
     moe = family_of(config).moe
     return getattr(config, moe.intermediate) if moe else 0
 
 
 def moe_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Layers that have experts."""
+    """Return the layers that have experts."""
     moe = family_of(config).moe
     return tuple(moe.layers(config)) if moe else ()
 

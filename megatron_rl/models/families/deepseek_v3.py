@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: multi-latent attention, shared experts, sigmoid routers with biases for balance."""
+"""DeepSeek-V3 and Moonlight: multi-latent attention, shared experts, sigmoid routers with balancing biases."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def _bridge() -> type:
     from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 
     class DeepSeekV3(DeepSeekV3Bridge):
-        """The original's settings, for RL."""
+        """The original bridge, with settings for RL."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)
-            provider.mtp_num_layers = None  # the policy is the model without its draft layers
-            provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance that pre-training found
+            provider.mtp_num_layers = None  # the policy has no draft layers
+            provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance from pre-training
             return provider
 
     return DeepSeekV3
@@ -31,7 +31,7 @@ def _provider() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    """Moonlight's shape (MLA, two shared experts, first layer dense), with two expert groups."""
+    """Return a config like Moonlight's (MLA, two shared experts, first layer dense), with two expert groups."""
     return transformers.AutoConfig.for_model(
         "deepseek_v3",
         **s.decoder | {"num_key_value_heads": s.heads},

@@ -1,4 +1,4 @@
-"""The description of a model family: all that sets it apart from others, in one object. No torch, no Megatron."""
+"""Description of a model family: one object with everything that differs between families. Needs no torch, no Megatron."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of attention, an MLP or an expert, in Hugging Face's files: `weight` [out, in], and a `bias` [out]."""
+    """A linear layer of attention, an MLP or an expert in Hugging Face's files: `weight` [out, in] and `bias` [out]."""
 
     cut: Literal["rows", "columns", "none"]
-    """The side that tensor parallelism shares out in SGLang; none: every rank has it whole."""
+    """Side of the weight that SGLang splits for tensor parallelism; none if every rank has all of it."""
     of: Literal["queries", "keys", "channels", "latents"]
-    """Parts of the cut side: query heads, key-value heads, inner channels of an MLP; or neither, but latents."""
+    """Parts of the split side: query heads, key-value heads, inner channels of an MLP, or latents."""
     stacked_in: str = ""
-    """SGLang's parameter that stacks it with others, where it has none of this name."""
+    """SGLang's parameter in which the layer is stacked with others; empty if SGLang has a parameter of this name."""
     place: int = 0
-    """Its place there."""
+    """Index of the layer in that parameter."""
     whole_blocks: bool = False
-    """True if SGLang wants FP8 blocks to end with it, since another may follow in the same parameter."""
+    """True if SGLang needs whole FP8 blocks, because another layer may follow in the same parameter."""
     in_one_call: bool = False
-    """True if SGLang stacks inside of one call of load_weights, and forgets a part that comes alone."""
+    """True if SGLang stacks the parts within one call of load_weights, and drops a part that comes alone."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of the files that holds a linear layer of all experts: X [experts, in, out], and X_bias [experts, out]."""
+    """A tensor in the files that holds a linear layer of all experts: X [experts, in, out], and X_bias [experts, out]."""
 
     stacked_in: str
     """SGLang's parameter."""
     channels: Literal["in", "out"]
-    """The side that consists of inner channels."""
+    """Side that consists of inner channels."""
     by_turns: bool = False
     """True if gate and up of a channel are neighbors."""
 
@@ -53,7 +53,7 @@ MLP = {
 
 
 def expert_linears(gate: str, up: str, down: str) -> dict[str, Linear]:
-    """The three linear layers of an expert, under these names."""
+    """Return the three linear layers of an expert under these names."""
     return {
         gate: Linear("rows", "channels", "w13_weight", 0, whole_blocks=True),
         up: Linear("rows", "channels", "w13_weight", 1, whole_blocks=True),
@@ -63,39 +63,39 @@ def expert_linears(gate: str, up: str, down: str) -> dict[str, Linear]:
 
 @dataclass(frozen=True)
 class Moe:
-    """Layers with experts: what config.json says of them, by which keys, and the names of their weights in files."""
+    """Layers with experts: the keys of config.json that describe them, and the names of their weights in files."""
 
     experts: str = "num_experts"
-    """Key: number of routed experts."""
+    """Key of the number of routed experts."""
     topk: str = "num_experts_per_tok"
-    """Key: experts of a token."""
+    """Key of the number of experts per token."""
     intermediate: str = "moe_intermediate_size"
-    """Key: inner size of one expert."""
+    """Key of the inner size of one expert."""
     groups: str = ""
-    """Key: number of groups of neighboring experts, among which a token chooses first; empty: there are none."""
+    """Key of the number of groups of neighboring experts; a token first chooses groups. Empty if there are no groups."""
     shared_size: Callable[[PreTrainedConfig], int] = lambda config: 0
-    """Returns the inner size of all shared experts together."""
+    """Function that returns the inner size of all shared experts together."""
     layers: Callable[[PreTrainedConfig], Sequence[int]] = lambda config: range(config.num_hidden_layers)
-    """Returns the layers that have experts."""
+    """Function that returns the layers with experts."""
     keep_layers: Callable[[PreTrainedConfig, list[int]], dict[str, Any]] = lambda config, kept: {}
-    """Returns keys of config.json that change where these layers alone are kept."""
+    """Function that returns the keys of config.json that change if only the given layers are kept."""
     block: str = "mlp"
     """Module of a layer that holds router and experts."""
     router: str = "gate"
-    """Module in it of the router."""
+    """Module of the router within `block`."""
     of_router: tuple[str, ...] = ("weight",)
-    """Tensors of the router, each with a row for each expert."""
+    """Tensors of the router, each with one row per expert."""
     shared_experts: str = "shared_experts"
-    """Module in it of the shared experts."""
+    """Module of the shared experts within `block`."""
     linears: Mapping[str, Linear] = field(default_factory=lambda: expert_linears("gate_proj", "up_proj", "down_proj"))
     """Linear layers of one expert, by their names in `experts.N`."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
-    """Tensors of all experts, by their names in `experts`, where the files hold these."""
+    """Tensors that hold all experts, by their names in `experts`; empty if the files have none."""
 
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Sizes that the tiny models of all families share; a family ignores those that it does not have."""
+    """Sizes of tiny models, common to all families. A family ignores sizes that it does not use."""
 
     hidden: int = 64
     layers: int = 4
@@ -109,11 +109,11 @@ class TinySizes:
     topk: int = 2
     vocab: int = 512
     max_position: int = 4096
-    """With yarn (gpt_oss) 32 times the length that was trained first: 131072 gives the released models' factors."""
+    """With yarn (gpt_oss), 32 times the original training length; 131072 gives the released models' factors."""
     window: int = 8
-    """Sliding window [tokens]; the released models' is 128."""
+    """Sliding window [tokens]; 128 in the released models."""
     q_lora_rank: int = 0
-    """Rank of the queries' latent in multi-latent attention: 0, none, as Moonlight; DeepSeek-V3 has 1536."""
+    """Rank of the query latents in multi-latent attention; 0 for none, as in Moonlight; 1536 in DeepSeek-V3."""
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -137,52 +137,52 @@ class TinySizes:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. What a config.json says (sizes, numbers of experts, dense layers) is not repeated here."""
+    """A model family. Facts from config.json (sizes, numbers of experts, dense layers) are not repeated here."""
 
     architecture: str
-    """Hugging Face's class, the entry of `architectures`."""
+    """Name of Hugging Face's class, which is the entry of `architectures`."""
     model_type: str
-    """Hugging Face's short name, and that of the tiny model."""
+    """Hugging Face's short name, also used for the tiny model."""
     bridge: Callable[[], type]
-    """Returns the Megatron-Bridge class: names of weights, and settings. Imported when called, as it needs Megatron."""
+    """Function that returns the Megatron-Bridge class (weight names, settings). It imports Megatron when called."""
     tiny: Callable[[TinySizes], PreTrainedConfig]
-    """Config of a tiny model, for tests."""
+    """Function that returns the config of a tiny model, for tests."""
     provider: Callable[[], type] | None = None
-    """Returns Megatron-Bridge's provider class where it is not GPTModelProvider."""
+    """Function that returns Megatron-Bridge's provider class, if it is not GPTModelProvider."""
     moe: Moe | None = None
-    """Its experts; None: a dense model."""
+    """Description of the experts; None for a dense family."""
     linears: Mapping[str, Linear] = field(default_factory=lambda: ATTENTION | MLP)
     """Linear layers outside of experts, by their names in files."""
 
-    # What the layers have: weights and norms that config.json does not tell of.
+    # Parts of the layers: weights and norms that config.json does not mention.
     qk_norm: Literal["none", "head", "heads"] = "none"
-    """Norms of queries and keys: of each head by itself, or of all heads together."""
+    """Norms of queries and keys: none, over each head, or over all heads together."""
     latent_attention: bool = False
-    """True if attention is multi-latent (MLA) where config.json has kv_lora_rank."""
+    """True if attention is multi-latent (MLA) when config.json has kv_lora_rank."""
     qkv_bias: bool | None = None
-    """True if queries, keys and values have biases; None: `attention_bias` of config.json says so."""
+    """True if queries, keys and values have biases; None if `attention_bias` in config.json decides."""
     bias: bool | None = None
-    """True if the other linear layers, experts among them, have biases; None: `mlp_bias` of config.json says so."""
+    """True if the other linear layers, including experts, have biases; None if `mlp_bias` in config.json decides."""
     sinks: str = ""
-    """Tensor in files, beside attention's linear layers, with a learned sink for each query head; empty: there are none."""
+    """Tensor in files, in the attention module, with a learned sink per query head; empty if there are no sinks."""
     router_bias: bool = False
-    """True if the router's product has a bias. Biases for balance are none: they are buffers."""
+    """True if the router's product has a bias. Balancing biases do not count, because they are buffers."""
 
-    # What is refused.
+    # Settings that are refused.
     rope_types: tuple[str, ...] = ("default", "yarn")
     unsupported: Callable[[PreTrainedConfig], tuple[str, str] | None] = lambda config: None
-    """Returns the key of config.json that would change results without changing a tensor's name or shape, and why."""
+    """Function that returns a key of config.json that would change results but no tensor's name or shape, and the reason."""
 
-    # What SGLang does with it.
+    # Behavior of SGLang with this family.
     tied_in_sglang: bool = False
-    """True if SGLang 0.5.23 heeds tie_word_embeddings."""
+    """True if SGLang 0.5.23 respects tie_word_embeddings."""
     served_in_folder_dtype: bool = False
-    """True if SGLang 0.5.23 makes layers in the dtype of config.json, whatever --dtype says."""
+    """True if SGLang 0.5.23 makes layers in the dtype of config.json and ignores --dtype."""
     fp8_scales_lost: bool = False
     """True if SGLang loses the scales of FP8 blocks."""
     not_quantized: str = ""
-    """Why `quantize` refuses the family; empty: it does not."""
+    """Reason why `quantize` refuses the family; empty if it does not."""
     few_tokens: int = 0
-    """Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later."""
+    """Number of tokens up to which SGLang's bf16 router uses another product than above it, on GPUs of capability >= 9.0."""
     width_from_hidden: bool = False
-    """True if transformers or SGLang read a head's width off the number of heads."""
+    """True if transformers or SGLang derive a head's width from the number of heads."""

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, biases everywhere, every other layer with a sliding window, experts of a layer in one tensor."""
+"""gpt-oss: sinks, biases everywhere, a sliding window in every other layer, all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _bridge() -> type:
     from megatron.bridge.models.gpt_oss.gpt_oss_bridge import GPTOSSBridge
 
     class GptOss(GPTOSSBridge):
-        """Yarn and sliding windows are those of config.json; the original has the released models' as constants."""
+        """The original bridge, with yarn and sliding windows from config.json instead of the released models' constants."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)
@@ -32,10 +32,10 @@ def _bridge() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    """Yarn, learned sinks, biases, every other layer with a sliding window."""
+    """Return a config with yarn, learned sinks, biases, and a sliding window in every other layer."""
     if s.hidden == 2 * s.expert_intermediate:
         raise ValueError(
-            f"gpt_oss: hidden {s.hidden} is twice the expert's intermediate size, so that gate_up_proj is square and "
+            f"gpt_oss: hidden {s.hidden} is twice the expert's intermediate size, so gate_up_proj is square and "
             "converters cannot tell its orientation; choose another --expert-intermediate"
         )
     return transformers.AutoConfig.for_model(
@@ -45,7 +45,7 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
         num_local_experts=s.experts,
         num_experts_per_tok=s.topk,
         sliding_window=s.window,
-        swiglu_limit=7.0,  # as in the released folders: SGLang reads it, and not every release of transformers has it
+        swiglu_limit=7.0,  # as in the released folders; SGLang reads it, and some releases of transformers lack it
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150000.0,
@@ -60,7 +60,7 @@ def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
 
 def _unsupported(config: transformers.PreTrainedConfig) -> tuple[str, str] | None:
     if config.hidden_size == 2 * config.intermediate_size:
-        return "hidden_size", "gate_up_proj is square, so that its orientation cannot be told from its shape"
+        return "hidden_size", "gate_up_proj is square, so its orientation cannot be told from its shape"
     return None
 
 
@@ -82,6 +82,6 @@ FAMILY = Family(
     rope_types=("yarn",),
     unsupported=_unsupported,
     served_in_folder_dtype=True,
-    not_quantized="SGLang reads MXFP4 of it alone",
-    few_tokens=128,  # FlashInfer's router, where that is installed
+    not_quantized="SGLang only reads it in MXFP4",
+    few_tokens=128,  # FlashInfer's router, if installed
 )

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama's attention, softmax over the top-k router logits.
 
-Megatron-Bridge does not have it, so its settings and the names of its weights stand here whole.
+Megatron-Bridge does not have this family, so this module defines all its settings and weight names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _bridge() -> type:
     hf_expert = f"{hf_layer}.block_sparse_moe.experts.*"
 
     class Mixtral(MegatronModelBridge):
-        """Settings and names of weights."""
+        """Settings and weight names."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)

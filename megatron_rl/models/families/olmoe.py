@@ -1,4 +1,4 @@
-"""OLMoE: norms of queries and keys run over all heads; every layer has experts."""
+"""OLMoE: norms of queries and keys run over all heads together; every layer has experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _bridge() -> type:
     expert, hf_expert = "decoder.layers.*.mlp.experts.local_experts.*", "model.layers.*.mlp.experts.*"
 
     class Olmoe(OlMoEBridge):
-        """Has ungrouped experts too, and norm_topk_prob is that of config.json."""
+        """The original bridge, plus ungrouped experts. norm_topk_prob follows config.json."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)
@@ -45,14 +45,14 @@ def _provider() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    """Every layer is MoE, `intermediate_size` is the expert's; no grouped queries, which SGLang lacks for it."""
+    """Return a config with experts in every layer and no grouped queries, which SGLang does not support here."""
     return transformers.AutoConfig.for_model(
         "olmoe",
         **s.decoder | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},
         num_experts=s.experts,
         num_experts_per_tok=s.topk,
         norm_topk_prob=False,
-        eos_token_id=None,  # its default is outside of a small vocabulary
+        eos_token_id=None,  # the default is outside of a small vocabulary
     )
 
 

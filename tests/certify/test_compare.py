@@ -188,7 +188,7 @@ def test_the_page_names_the_step_and_the_place(rng):
     sections = config.model, config.precision, config.parallel, config.rollout.server
     facts = facts_of(*sections, {"torch": "2"})
     assert verdict(True, steps).startswith("Not equal: trainer = decode: unequal, first 'MLP norm' of layer 1: 1 of")
-    assert "is off, so that this is a report" in verdict(False, steps)
+    assert "is off, so this is only a report" in verdict(False, steps)
     text = page(config.name, facts, True, steps)
     [line] = [line for line in text.splitlines() if line.startswith("| MLP norm |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -97,7 +97,7 @@ def _steps(sides: Sides, trained: Side, alone: Side, read: Side, *, as_sampled: 
         ),
         Step(
             "engine: decode = prefill",
-            "responses while they were sampled; the same responses read as prompts",
+            "responses as they were sampled; the same read as prompts",
             compare(decoded, sides.prefill),
         ),
         Step(

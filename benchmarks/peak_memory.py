@@ -15,7 +15,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
-    """Run the passes of an update, without the reduction of gradients, for which gloo would copy them."""
+    """Return a function that runs the passes of an update, without the reduction of gradients (gloo would copy them)."""
     objective = Policy(trainer.config).for_update(trainer.totals(batches))
     trainer.chunks[0].config.finalize_model_grads_func = None
 

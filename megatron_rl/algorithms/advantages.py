@@ -1,4 +1,4 @@
-"""Advantages: how much better a response was than its baseline. Arithmetic in fp64, results in the input's dtype."""
+"""Advantages: reward of a response relative to a baseline. Arithmetic is in fp64; results have the dtype of the input."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def whiten(
     """
     mean, variance = mean_and_variance(moments)
     ulp = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
-    spread = variance.sqrt() > 2 * ulp * (mean + shift).abs()  # a range has at least twice its standard deviation
+    spread = variance.sqrt() > 2 * ulp * (mean + shift).abs()  # a range is at least twice the standard deviation
     whitened = (values.double() - shift - mean) / torch.where(spread, variance, 1.0).sqrt()
     whitened = torch.where(spread, whitened, 0.0)
     return _result(whitened if shift_mean else whitened + mean + shift, values)

@@ -30,11 +30,11 @@ class TokenWeights:
     log_ratios: torch.Tensor
     """fp64: log r at the level of the correction (token, sequence or geometric); 0 outside of the mask."""
     bounded: torch.Tensor
-    """bool: the mode changed the ratio."""
+    """bool: True if the mode changed the ratio."""
     vetoed: torch.Tensor
-    """bool: the veto dropped the token's sequence."""
+    """bool: True if the veto dropped the token's sequence."""
     rejected: torch.Tensor
-    """bool: the token was dropped because its statistic, or its sequence's statistic, is above `reject_above`."""
+    """bool: True if the token was dropped because its statistic, or its sequence's statistic, is above `reject_above`."""
 
 
 def divergence(log_ratios: torch.Tensor, statistic: Literal["abs_log_ratio", "k2", "k3"]) -> torch.Tensor:
@@ -125,7 +125,7 @@ class RolloutCorrection:
     keep: torch.Tensor
     """[B] bool: True for rows that the veto did not drop."""
     metrics: dict[str, torch.Tensor]
-    """Scalars over this batch."""
+    """Metrics of this batch, as scalars."""
 
 
 def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Segments:
 
     def local_sums(self, values: Tensor) -> Tensor:
         """Sum values [..., T] over this rank's tokens of each sequence -> [..., count]. Padding is left out."""
-        places = torch.where(self.ids >= 0, self.ids, self.count)  # the last place is padding's
+        places = torch.where(self.ids >= 0, self.ids, self.count)  # the last place is for padding
         rows = values.reshape(values.shape[:-1].numel(), values.shape[-1])
         found = [row.new_zeros(self.count + 1).index_add(0, places, row)[: self.count] for row in rows]
         return torch.stack(found).view(*values.shape[:-1], self.count)

@@ -1,4 +1,4 @@
-"""Starts the server."""
+"""Starts SGLang's server with the stand-ins and replacements of this package."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_behind_other_tokens_nothing_is_compared(rng):
     other[2].log_probs[place:] += 1.0
     found = compare(side, other)
     assert found.otherwise == 1 and found.first is None and not found.equal
-    assert "1 of 4 sequences have other tokens" in outcome(found)
+    assert "in 1 of 4 sequences the tokens differ" in outcome(found)
     rows = sum(len(r.positions) for n, r in side.items() if n != 2) + min(place, len(one.positions))
     assert all(difference.rows == rows for difference in found.places.values())
 

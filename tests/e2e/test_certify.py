@@ -215,7 +215,9 @@ def test_an_engine_that_is_not_batch_invariant_is_found(config, tiny_model, tmp_
         assert by_name[name]["first"] == broken, (family, name, by_name[name]["first"])
     assert by_name["trainer: alone = among others"]["equal"]
     said = capsys.readouterr().out
-    assert "Not equal: engine: " in said and "Trainer and engine first differ at 'output projection' of layer 1." in said
+    assert (
+        "Not equal: engine: " in said and "Trainer and engine first differ at 'output projection' of layer 1." in said
+    )
 
 
 def test_without_identical_it_is_a_report(config, capsys):

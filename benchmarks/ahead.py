@@ -1,10 +1,11 @@
-"""What it gains, and costs in score, that the server samples ahead of the trainer: the quickstart at bounds of staleness.
+"""Speed gained and score lost if the server samples ahead of the trainer: the quickstart at several values of max_staleness.
 
     python benchmarks/ahead.py --json docs/results/ahead.json
 
-Trainer and server have a core each (taskset), as two groups of GPUs would be, in every run. From one warm start a seed, the
-same prompts in the same order, as many responses; only rollout.max_staleness differs. Runs of one seed take turns, the first
-of them another one each time. Seconds are medians over a run's steps behind the first two, without evaluations and saves.
+In every run trainer and server have one core each (taskset), like two groups of GPUs. All runs of a seed start from the same
+warm start and use the same prompts in the same order, with the same number of responses. Only rollout.max_staleness differs.
+The order of the runs changes from seed to seed. Seconds are medians over the steps of a run after the first two, without
+evaluations and saves.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MEANS = ("rollout/staleness", "mismatch/ess", "mismatch/sequence_ess", "mismatch
 
 
 def warm_start(seed: int, folder: Path, timeout: float) -> Path:
-    """The quickstart's, by supervised fine-tuning."""
+    """Make the quickstart's warm start by supervised fine-tuning."""
     log = folder / f"sft-{seed}.log"
     tool = [str(REPOSITORY / "tools" / "make_tiny_model.py"), "--preset", "quickstart"]
     finish(call(0, *tool, str(folder / f"model-{seed}"), "--seed", str(seed), log=log), "the model", log, timeout)
@@ -40,7 +41,7 @@ def warm_start(seed: int, folder: Path, timeout: float) -> Path:
 
 
 def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Namespace) -> dict:
-    """One run, with a server of its own on the second core."""
+    """Run the training once, with its own server on the second core."""
     name = f"seed{seed}-staleness{staleness}"
     addresses, log = folder / f"{name}-addresses", folder / f"{name}.log"
     options = [
@@ -55,7 +56,7 @@ def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Nam
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row.get("time/step_s") is not None]
     evals = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
-    steady = steps[WARM_UP : len(steps) - staleness]  # the last ones have less asked ahead of them
+    steady = steps[WARM_UP : len(steps) - staleness]  # fewer requests are ahead in the last steps
     seconds = {part: statistics.median(row.get(f"time/{part}_s") or 0 for row in steady) for part in PARTS}
     step = statistics.median(
         row["time/step_s"] - sum(row.get(f"time/{part}_s") or 0 for part in ("eval", "checkpoint")) for row in steady
@@ -76,16 +77,24 @@ def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Nam
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], help="others are compared with the first")
-    parser.add_argument("--steps", type=int, default=40, help="the quickstart's")
-    parser.add_argument("--eval-samples", type=int, default=4, help="of each of 200 prompts")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of a run")
-    parser.add_argument("--folder", type=Path, help="kept; by default a temporary one")
-    parser.add_argument("--json", type=Path, help="file to write; standard output without it")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        nargs="+",
+        default=[0, 1],
+        help="values of max_staleness; all are compared with the first",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="training steps of a run (default: 40, as in the quickstart)"
+    )
+    parser.add_argument("--eval-samples", type=int, default=4, help="samples for each of 200 evaluation prompts")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="time limit of a run, in seconds")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, which is kept (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="output file (default: standard output)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end too
     if (os.cpu_count() or 1) < 2:
-        raise SystemExit("benchmarks/ahead.py: trainer and server want a core each")
+        raise SystemExit("benchmarks/ahead.py: needs at least two cores, one for the trainer and one for the server")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="ahead-"))
     folder.mkdir(exist_ok=True)
     runs = []

@@ -1,11 +1,12 @@
-"""Resident memory of a run while it saves: all processes of it, the SGLang server included.
+"""Resident memory of a run while it saves a checkpoint: all its processes, including the SGLang server.
 
     python benchmarks/checkpoint_memory.py --json docs/results/checkpoint-memory.json
     python benchmarks/checkpoint_memory.py --async-save
 
-A Qwen3-MoE of 402 M parameters with random weights (30 layers, 4 experts of which 2 are chosen), fp32, one trainer process
-beside a server with a cache of 65,536 tokens; two steps of a few tokens, a checkpoint after each. /proc is read every 20 ms.
-A page that two processes share counts twice, so the sums err on the high side. A run that was killed shows in exit_status.
+The model is a Qwen3-MoE of 402 M parameters with random weights (30 layers, 2 of 4 experts), in fp32. One trainer process runs
+next to a server with a cache of 65,536 tokens, for two steps of a few tokens, with a checkpoint after each step. The script
+reads /proc every 20 ms. A page that two processes share counts twice, so the sums are upper bounds. If the run was killed,
+exit_status shows it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def config_of(args: argparse.Namespace, folder: Path, model: Path) -> Path:
 
 
 def resident(root: psutil.Process) -> tuple[int, int]:
-    """Bytes of (the trainer's processes, the server's) below `root`."""
+    """Return the bytes of the trainer's processes and of the server's processes below `root`."""
     trainer = server = 0
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -84,7 +85,7 @@ def resident(root: psutil.Process) -> tuple[int, int]:
 
 
 def watch(process: subprocess.Popen, checkpoints: Path, timeout: float) -> list[tuple[float, bool, int, int]]:
-    """Rows of (time, is a checkpoint being written, bytes of the trainer, of the server) until the process ends."""
+    """Return rows (time, True while a checkpoint is written, bytes of trainer, bytes of server) until the process ends."""
     rows, root, deadline = [], psutil.Process(process.pid), time.monotonic() + timeout
     try:
         while process.poll() is None:
@@ -104,12 +105,12 @@ def watch(process: subprocess.Popen, checkpoints: Path, timeout: float) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model folder; by default one is made")
+    parser.add_argument("--model", type=Path, help="model folder (default: a new random model)")
     parser.add_argument("--cache-tokens", type=int, default=65_536)
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument(
-        "--folder", type=Path, help="where the model and its checkpoints go (12 GB); default: a temporary one"
+        "--folder", type=Path, help="folder for the model and its checkpoints, 12 GB (default: a temporary folder)"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Seconds of the verifier `code` for a response: its two containers, beside one container with the program and its tests in it.
+"""Seconds of the verifier `code` per response: with two containers, and with program and tests in one container.
 
     python benchmarks/code_verifier.py --json docs/results/code-verifier.json
 
-The programs are HumanEval's canonical solutions. One container is what the verifier had before: the program could read its
-tests there, and say that it had passed.
+The programs are HumanEval's canonical solutions. Earlier the verifier used one container, in which a program could read its
+tests and claim that it passed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TIMEOUT_S = 60.0
 
 
 def two_containers(problem: dict[str, str], program: str) -> bool:
-    """Tell whether the program passes, as the verifier judges it."""
+    """Return True if the program passes by the verifier's judgment."""
     return judge(program, tests_of_row(problem, problem["test"], problem["prompt"]), TIMEOUT_S) == "passed"
 
 
 def one_container(problem: dict[str, str], program: str) -> bool:
-    """Tell whether program and tests run to the end in one process."""
+    """Return True if program and tests run to the end in one process."""
     source = f"{program}\n{problem['test']}\ncheck({problem['entry_point']})\nprint('passed')\n"
     return run_python(source, timeout_s=TIMEOUT_S).stdout.endswith("passed\n")
 
 
 def measure(ways: dict[str, Callable[..., bool]], work: list, threads: int) -> dict[str, dict[str, float]]:
-    """Seconds of each way: the median of a response, and of all responses by so many threads."""
+    """Measure the seconds of each way: the median per response, and all responses with the given number of threads."""
     found: dict[str, dict[str, float]] = {}
     for name, way in ways.items():
 

@@ -1,12 +1,12 @@
-"""Memory and time of a conversion there and back, by one process on the CPU, bit for bit.
+"""Memory and time of a conversion to a checkpoint and back, by one process on the CPU, compared bit for bit.
 
     python benchmarks/convert_memory.py --json docs/results/convert-memory.json
     python benchmarks/convert_memory.py --gb 1 --compared-gb 0.5
 
-A qwen3_moe model in bf16 with random bits for weights, written and compared one tensor at a time. Each conversion is that of
-`megatron-rl convert` in a process of its own; its peak is the VmHWM of /proc: resident memory, with the pages of files that it
-has mapped. `imports_mib` is the peak of a process that only imports. A smaller model is converted too, as it is now and with
-all of it in memory, as before and as several processes still do. The floor of the seconds: a copy of the folder.
+The model is a qwen3_moe in bf16 whose weights are random bits, written and compared one tensor at a time. Each conversion is
+`megatron-rl convert` in a separate process. Its peak is VmHWM in /proc: resident memory, including mapped pages of files.
+`imports_mib` is the peak of a process that only imports. A smaller model is converted in two ways: tensor by tensor, as now,
+and completely in memory, as before and as several processes still do. The lower bound of the time is a copy of the folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import Qwen3MoeConfig
 from megatron_rl.models.hf_folder import ShardWriter
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
+sys.path.insert(0, str(REPOSITORY))  # Python searches only the script's own folder
 
 from tools.make_tiny_model import numbers_tokenizer  # noqa: E402
 
@@ -48,7 +48,7 @@ print("peak", re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text
 
 
 def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The Hugging Face tensors of the model."""
+    """Yield names and shapes of the Hugging Face tensors of the model."""
     yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
     for layer in (f"model.layers.{i}" for i in range(layers)):
         attention = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
@@ -72,7 +72,7 @@ def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_model(folder: Path, gb: float) -> Path:
-    """A folder of about gb GB (10^9 bytes): any bits, as a conversion computes nothing."""
+    """Make a model folder of about `gb` GB (10^9 bytes) with random bits; a conversion does not compute with them."""
     numbers = [sum(torch.Size(shape).numel() for _, shape in shapes(layers)) for layers in (0, 1)]
     layers = max(1, round((gb * 5e8 - numbers[0]) / (numbers[1] - numbers[0])))
     config = Qwen3MoeConfig(
@@ -102,7 +102,7 @@ def make_model(folder: Path, gb: float) -> Path:
 
 
 def run_child(mode: str, *folders: Path) -> dict[str, float]:
-    """Convert in a process of its own: its peak in MiB and its seconds, imports included."""
+    """Convert in a separate process; return its peak in MiB and its seconds, including imports."""
     start = time.monotonic()
     command = [sys.executable, "-c", CHILD, mode, *map(str, folders)]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=3000, check=True)
@@ -113,7 +113,7 @@ def run_child(mode: str, *folders: Path) -> dict[str, float]:
 
 
 def there_and_back(source: Path, mode: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Medians of conversions to a checkpoint and back, of which each is compared with the source."""
+    """Return medians of conversions to a checkpoint and back; each result is compared with the source."""
     runs: dict[str, list[dict[str, float]]] = {"to_checkpoint": [], "to_folder": []}
     checkpoint, back = source.with_name("checkpoint"), source.with_name("back")
     for _ in range(repeats):
@@ -132,7 +132,7 @@ def check_same(folder: Path, other: Path) -> None:
         for each in (folder, other)
     ]
     if places[0].keys() != places[1].keys():
-        raise SystemExit(f"benchmarks/convert_memory.py: {other} has other tensors than {folder}")
+        raise SystemExit(f"benchmarks/convert_memory.py: the tensors in {other} differ from those in {folder}")
     for name, file in places[0].items():
         with safe_open(file, "pt") as ours, safe_open(places[1][name], "pt") as theirs:
             a, b = ours.get_tensor(name), theirs.get_tensor(name)
@@ -145,7 +145,7 @@ def size_of(folder: Path) -> int:
 
 
 def copy_seconds(source: Path) -> float:
-    """Seconds that a copy of the folder takes."""
+    """Return the seconds for a copy of the folder."""
     copy, start = source.with_name("copy"), time.monotonic()
     shutil.copytree(source, copy)
     seconds = time.monotonic() - start
@@ -155,10 +155,12 @@ def copy_seconds(source: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=8.0, help="size of the model, GB of 10^9 bytes (8)")
-    parser.add_argument("--compared-gb", type=float, default=1.0, help="size of the one that is held in memory too (1)")
-    parser.add_argument("--repeats", type=int, default=1, help="conversions each way, of which the median is told (1)")
-    parser.add_argument("--folder", type=Path, help="where models go (3.5 times --gb); default: a temporary one")
+    parser.add_argument("--gb", type=float, default=8.0, help="size of the model in GB of 10^9 bytes (default 8)")
+    parser.add_argument("--compared-gb", type=float, default=1.0, help="size in GB of the smaller model (default 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="conversions each way; the result is the median (default 1)"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for models, 3.5 x --gb (default: a temporary folder)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:

@@ -1,4 +1,4 @@
-"""A trainer and a server with a core each, as two groups of GPUs would be: what ahead.py and simulate.py measure on."""
+"""Helpers for ahead.py and simulate.py: a trainer and a server with one core each, like two groups of GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAINER, SERVER = 0, 1
 
 
 def call(core: int, *arguments: str, log: Path) -> subprocess.Popen:
-    """A Python script of this repository on one core."""
+    """Run a Python script of this repository on one core."""
     command = ["taskset", "--cpu-list", str(core), sys.executable, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "ab") as out:
@@ -31,9 +31,9 @@ def finish(process: subprocess.Popen, what: str, log: Path, timeout: float) -> N
 
 
 def train_beside_server(config: str, options: list[str], addresses: Path, log: Path, timeout: float) -> None:
-    """`megatron-rl train` with one server, which is started for it and ended behind it; `options` name the run.
+    """Run `megatron-rl train` with one server, which is started before and ended after the run. options: of the run.
 
-    Errors: SystemExit naming the log.
+    Errors: SystemExit that names the log.
     """
     addresses.mkdir()
     common = [*options, "--rollout.address_folder", str(addresses), "--rollout.server.threads", "1"]

@@ -1,16 +1,16 @@
-"""Peak memory of gpt-oss's passes against tokens, experts and top-k, ours beside transformers' on the same folder.
+"""Peak memory of gpt-oss's passes as a function of tokens, experts and top-k: megatron_rl and transformers on one folder.
 
     python benchmarks/expert_memory.py --json docs/results/expert-memory.json
 
-Forward and backward of a micro-batch (ours: those of `Trainer.update`) and a pass for log-probs (`Trainer.compute_log_probs`),
-in fp32, of sequences of 32 tokens. Bytes are those of torch's allocator beyond what was there before the pass
-(`peak_memory.py`); from run to run the smallest peaks vary by 2 %, the ratios to the plan by a thousandth. Slopes over the
-tokens are least squares; a slope per layer is that of the difference between models of 4 and of 2 layers, so that it has
-neither the head nor a layer's temporaries. For two large sizes the resident memory of the process is measured too.
+Measured are forward and backward of a micro-batch ("ours": `Trainer.update`) and a pass for log-probs
+(`Trainer.compute_log_probs`), in fp32, on sequences of 32 tokens. The unit is bytes of torch's allocator, beyond those held
+before the pass (`peak_memory.py`). Between runs the smallest peaks vary by 2 %, and the ratios to the plan by 0.1 %. Slopes
+over the tokens are least squares fits. A slope per layer uses the difference between models of 4 and of 2 layers, so that it
+includes neither the head nor temporaries of one layer. For two large sizes the resident memory of the process is measured too.
 
-transformers: all expert implementations of the installed version that run on a CPU, and `repeat`, what older releases computed
-on GPUs in eval mode (huggingface/transformers, issue 40073), which repeats hidden states for every expert. `batched_mm` copies
-an expert's weights for every token, so it gets fewer tokens.
+transformers: all expert implementations of the installed version that run on a CPU, and `repeat`. `repeat` is the code that
+older releases used on GPUs in eval mode (huggingface/transformers, issue 40073); it repeats hidden states for every expert.
+`batched_mm` copies an expert's weights for every token, so it gets fewer tokens.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ sys.path.insert(0, str(REPOSITORY))
 from tools.make_tiny_model import Sizes, make_tiny_model  # noqa: E402
 
 SIZES = Sizes(hidden=384, heads=4, kv_heads=2, head_dim=32, expert_intermediate=256, vocab=64)
-"""Experts outweigh attention and head, as in the released models."""
+"""Model sizes: experts are larger than attention and head, as in the released models."""
 LENGTH = 32
 TOKENS = (1024, 2048, 4096)
 FEW_TOKENS = (32, 64, 96)
 LAYERS = (2, 4)
 SHAPES = [(16, 2), (4, 2), (8, 2), (32, 2), (16, 4), (16, 8)]
-"""(experts, top-k); the first one for recomputation too."""
+"""Pairs (experts, top-k). The first pair is measured with recomputation too."""
 LARGEST, LARGEST_TOKENS = (32, 2), (4096, 8192)
 PASSES = ("train", "log_probs")
 RECOMPUTE = ("none", "selective", "full")
 THEIRS = ("eager", "grouped_mm", "batched_mm", "repeat")
 Peaks = dict[tuple[str, int], int]
-"""Bytes by pass and number of tokens."""
+"""Bytes by (pass, number of tokens)."""
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def resident_bytes(run: Callable[[], object]) -> int:
-    """Most resident memory of the process while `run` runs, beyond what was there before it."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Return the peak of the process's resident memory during `run`, beyond the memory before it."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
     def of(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -81,7 +81,7 @@ def resident_bytes(run: Callable[[], object]) -> int:
 
 
 def samples(count: int, vocab: int) -> list[Sequence]:
-    """`count` sequences of LENGTH inputs, fresh ones in every call."""
+    """Return `count` new sequences of LENGTH inputs."""
     rng, found = np.random.default_rng(), []
     for _ in range(count):
         tokens = rng.integers(4, vocab, LENGTH + 1).tolist()
@@ -104,7 +104,7 @@ def config_of(folder: Path, tokens: int, recompute: str) -> Config:
 
 @contextmanager
 def our_passes(folder: Path, tokens: int, recompute: str) -> Iterator[Callable[[str, int], Callable[[], object]]]:
-    """(pass, number of tokens) -> what runs it once, on the trainer of this folder."""
+    """Return a function (pass, number of tokens) -> function that runs this pass once, on the trainer of this folder."""
     config = config_of(folder, tokens, recompute)
     ranks = parallel.initialize(config.parallel, config.seed)
     trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
@@ -125,7 +125,7 @@ def our_passes(folder: Path, tokens: int, recompute: str) -> Iterator[Callable[[
 def repeat_forward(
     experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """GptOssExperts of older releases of transformers in eval mode on a GPU: every expert computes every token."""
+    """Compute GptOssExperts like older releases of transformers in eval mode on a GPU: every expert computes every token."""
     count = experts.num_experts
     dense = weights.new_zeros(len(hidden), count).scatter_(1, chosen, weights)
     repeated = hidden.repeat(count, 1).view(count, -1, experts.hidden_size)
@@ -136,7 +136,7 @@ def repeat_forward(
 
 @contextmanager
 def their_passes(folder: Path, implementation: str) -> Iterator[Callable[[str, int], Callable[[], object]]]:
-    """As our_passes, with transformers' model. Gradients are there before a pass, as ours are."""
+    """Do the same as `our_passes` with transformers' model. Gradient tensors exist before a pass, as in the trainer."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if implementation == "repeat":
@@ -165,11 +165,11 @@ def runs_of(implementation: str, folder: Path, tokens: int, recompute: str):
 
 
 def measure(implementation: str, folder: Path, tokens: tuple[int, ...], recompute: str = "none") -> Peaks:
-    """Peaks of all passes. What `repeat` would train with never was in use."""
+    """Return the peaks of all passes. `repeat` is not trained, because no release used it for training."""
     found: Peaks = {}
     with runs_of(implementation, folder, tokens[-1], recompute) as passes:
         for name in PASSES if implementation != "repeat" else PASSES[1:]:
-            passes(name, tokens[0])()  # what is made once: moments, tables of rotary embeddings
+            passes(name, tokens[0])()  # creates moments and tables of rotary embeddings
             found |= {(name, count): peak_bytes(passes(name, count)) for count in tokens}
     gc.collect()
     return found
@@ -179,12 +179,12 @@ def measure(implementation: str, folder: Path, tokens: tuple[int, ...], recomput
 
 
 def slope(x: Items[int], y: Items[float]) -> float:
-    """Of the line through the points (x, y), by least squares."""
+    """Return the slope of the least squares line through the points (x, y)."""
     return float(np.polyfit(x, y, 1)[0])
 
 
 def predicted(folder: Path, recompute: str, kernels: Kernels) -> float:
-    """Bytes per token and layer by the arithmetic of `megatron-rl plan`."""
+    """Return the bytes per token and layer that `megatron-rl plan` computes."""
     shape = Shape.from_config(transformers.AutoConfig.from_pretrained(folder))
     tokens = 1 << 16
     config = config_of(folder, tokens, recompute)
@@ -197,7 +197,7 @@ def predicted(folder: Path, recompute: str, kernels: Kernels) -> float:
 
 
 def row_of(few: Peaks, many: Peaks, name: str) -> dict:
-    """Slopes of a pass from the peaks of models of LAYERS layers."""
+    """Return the slopes of a pass from the peaks of models with LAYERS layers."""
     tokens = sorted(count for of, count in many if of == name)
     layers = LAYERS[1] - LAYERS[0]
     return {
@@ -210,9 +210,9 @@ def row_of(few: Peaks, many: Peaks, name: str) -> dict:
 
 
 def dependence(rows: list[dict], implementation: str, name: str) -> dict[str, float]:
-    """How the slope per token and layer (of a pass for log-probs, per token) depends on experts and top-k.
+    """Return how the slope per token and layer (for log-probs: per token) depends on experts and top-k.
 
-    Per expert and per choice, in bytes, and in hidden states of a token.
+    The result is per expert and per chosen expert, in bytes and in hidden states of a token.
     """
     mine = [r for r in rows if (r["implementation"], r["pass"], r["recompute"]) == (implementation, name, "none")]
     key = "per_token_per_layer" if name == "train" else "per_token"
@@ -251,13 +251,13 @@ def slopes(folder: Callable[[int, int, int], Path], implementations: list[str]) 
 
 
 def largest(folder: Path, implementations: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Peaks at the largest size by implementation and pass: of the allocator, and resident; and slopes of both."""
+    """Return the allocator's peaks and resident peaks of the largest size by implementation and pass, and both slopes."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     libc = ctypes.CDLL(None)
     for implementation in implementations:
         tokens = FEW_TOKENS[1:] if implementation == "batched_mm" else LARGEST_TOKENS
         with runs_of(implementation, folder, tokens[-1], "none") as passes:
-            # Log-probs first: a backward leaves pieces of freed memory behind, which a later pass would fill.
+            # Log-probs first: a backward leaves freed memory behind, which a later pass would reuse.
             for name in PASSES[::-1] if implementation != "repeat" else PASSES[1:]:
                 passes(name, tokens[0])()
                 allocated = [peak_bytes(passes(name, count)) for count in tokens]

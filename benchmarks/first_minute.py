@@ -1,9 +1,9 @@
-"""Seconds until `megatron-rl` has said what is wrong with a config, and of the commands that one calls first.
+"""Seconds until `megatron-rl` reports an error in a config, and seconds of the commands that a new user calls first.
 
     python benchmarks/first_minute.py --model FOLDER --before ../before --json docs/results/first-minute.json
 
-Each command runs in a process of its own, the code of both checkouts in turns, with this checkout's packages. Wall and CPU
-seconds (of its children too) are medians. Files are in the system's cache after a first call, which is not counted.
+Each command runs in a separate process. The code of both checkouts runs in turns, with the packages of this checkout. Wall and
+CPU seconds (including child processes) are medians. A first call, which is not counted, puts files into the system's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMEOUT_S = 300
 
 
 def seconds(checkout: Path, arguments: list[str]) -> tuple[float, float]:
-    """Wall and CPU seconds of a command."""
+    """Return the wall and CPU seconds of a command."""
     path = f"{checkout}{os.pathsep}{checkout / 'sglang_plugin'}"
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -44,7 +44,7 @@ def seconds(checkout: Path, arguments: list[str]) -> tuple[float, float]:
         env=environment,
         capture_output=True,
         timeout=TIMEOUT_S,
-        check=False,  # most of these are refused
+        check=False,  # most of these commands fail on purpose
     )
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.perf_counter() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
@@ -53,13 +53,13 @@ def seconds(checkout: Path, arguments: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="to compare with: a checkout that is set up too"
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout to compare with, which must be set up"
     )
     parser.add_argument(
-        "--model", type=Path, required=True, help="a model folder to plan for; its config.json is enough"
+        "--model", type=Path, required=True, help="model folder for the command plan; config.json is enough"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="calls of each command (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    parser.add_argument("--rounds", type=int, default=5, help="calls of each command (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="output file")
     args = parser.parse_args()
     checkouts = {"now": REPOSITORY} | ({"before": args.before.resolve()} if args.before else {})
     found = {}

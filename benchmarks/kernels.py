@@ -1,11 +1,11 @@
-"""The operators of megatron_rl/ops against eager torch, torch.compile and the floor, forward and backward.
+"""Speed of the operators of megatron_rl/ops, compared with eager torch, torch.compile and a floor; forward and backward.
 
     python benchmarks/kernels.py --json docs/results/kernels-cpu.json
 
-The contenders of a case take turns in one process, and each figure is the median over the rounds. The floor of the masked
-log-softmax is what memory allows: one read of the logits (forward) and one copy onto memory that is already there
-(backward). That of attention is a copy of what it reads and writes; on a GPU the same flash attention without sinks says
-more. That of the head is its three matrix products. Where there is a GPU it is used; its name is in the result.
+All implementations of a case take turns in one process, and each figure is the median over the rounds. The floor is the time
+of the unavoidable work. For the masked log-softmax it is one read of the logits (forward) and one copy into existing memory
+(backward). For attention it is a copy of inputs and outputs; on a GPU the same flash attention without sinks is a better
+reference. For the head it is the three matrix products. If there is a GPU, the script uses it and stores its name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from megatron_rl.ops import linear_log_probs, masked_log_softmax, sink_attention
 
 Run = Callable[[], tuple[float, float]]
-"""One forward and backward: their seconds."""
+"""Function that runs one forward and backward and returns the seconds of each."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -34,7 +34,7 @@ def clock(device: torch.device) -> float:
 
 
 def timed(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], direction: torch.Tensor) -> Run:
-    """forward() gives the tensor from which `direction` is propagated to `leaves`."""
+    """Return a timed run: forward() returns a tensor, from which `direction` is propagated back to `leaves`."""
 
     def run() -> tuple[float, float]:
         start = clock(direction.device)
@@ -47,7 +47,7 @@ def timed(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], direc
 
 
 def take_turns(contenders: dict[str, Run], rounds: int) -> dict[str, dict[str, float]]:
-    """Medians in ms; the first round is not counted."""
+    """Return medians in ms; the first round is not counted."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name, run in contenders.items():
@@ -72,14 +72,14 @@ def ratios(times: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def eager_log_probs(logits: torch.Tensor, targets: torch.Tensor, log_rho: float) -> torch.Tensor:
-    """What one would write: log-probs alone, without coverage."""
+    """Compute log-probs in the obvious way, without coverage."""
     z = logits.float()
     outside = z < z.max(-1, keepdim=True).values + log_rho
     return z.masked_fill(outside, -torch.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def masked_log_softmax_case(tokens: int, vocabulary: int, dtype: str, device: torch.device, rounds: int) -> dict:
-    """Logits of standard deviation 2; targets among a row's eight largest."""
+    """Measure logits with standard deviation 2, and targets among the eight largest of a row."""
     source = (2 * torch.randn(tokens, vocabulary, device=device)).to(DTYPES[dtype])
     targets = source.topk(8, dim=1).indices.gather(1, torch.randint(0, 8, (tokens, 1), device=device))[:, 0]
     direction = torch.randn(tokens, device=device)
@@ -88,7 +88,7 @@ def masked_log_softmax_case(tokens: int, vocabulary: int, dtype: str, device: to
 
     def ours(inplace: bool) -> Run:
         def run() -> tuple[float, float]:
-            logits = leaf * 1  # not timed; made by an operation, as a head's are: the backward may overwrite them
+            logits = leaf * 1  # not timed; a result of an operation, so that the backward may overwrite it
             forward = lambda: masked_log_softmax(logits, targets, log_rho=-13.0, inplace_backward=inplace).log_probs  # noqa: E731
             return timed(forward, [logits], direction)()
 
@@ -117,7 +117,7 @@ def masked_log_softmax_case(tokens: int, vocabulary: int, dtype: str, device: to
 
 
 def extra_memory(logits: torch.Tensor, run: Run) -> float:
-    """Peak during one forward and backward, as a share of the logits' bytes, without the logits, which the run makes."""
+    """Return the peak of one forward and backward without the logits, as a share of the bytes of the logits."""
     size = logits.numel() * logits.element_size()
     if logits.is_cuda:
         before = torch.cuda.memory_allocated()
@@ -129,14 +129,14 @@ def extra_memory(logits: torch.Tensor, run: Run) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     before = status("VmRSS")
     run()
     return round((status("VmHWM") - before) / size - 1, 4)
 
 
 def eager_attention(q, k, v, sinks, window: int | None, scale: float) -> torch.Tensor:
-    """One sequence, scores of all pairs, the sink as one more column: what transformers computes for gpt-oss."""
+    """Compute attention of one sequence like transformers for gpt-oss: all scores, and the sink as one more column."""
     length, groups = q.shape[0], q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     i, j = torch.arange(length, device=q.device)[:, None], torch.arange(length, device=q.device)[None]
@@ -148,7 +148,7 @@ def eager_attention(q, k, v, sinks, window: int | None, scale: float) -> torch.T
 
 
 def torch_attention(q, k, v, window: int | None, scale: float) -> torch.Tensor:
-    """torch's own kernel, which has no sinks."""
+    """Compute attention with torch's own kernel, which has no sinks."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
@@ -184,7 +184,7 @@ def sink_attention_case(
         return middle - start, clock(device) - middle
 
     contenders = {"ours": ours(sinks), "ours, no sinks": ours(None), "floor": floor}
-    if length <= 4096:  # they hold the scores of all pairs
+    if length <= 4096:  # these implementations hold the scores of all pairs
         contenders["eager"] = timed(lambda: eager_attention(q, k, v, sinks, window, scale), [q, k, v, sinks], direction)
         contenders["compile"] = timed(lambda: compiled(q, k, v, sinks, window, scale), [q, k, v, sinks], direction)
     if window is None:
@@ -201,7 +201,7 @@ def sink_attention_case(
 def linear_log_probs_case(
     tokens: int, width: int, vocabulary: int, dtype: str, device: torch.device, rounds: int
 ) -> dict:
-    """The head in chunks: gradients on the way ("ours"), logits computed twice, and all logits at once in eager torch."""
+    """Measure the head in chunks: gradients in the forward ("ours"), logits computed twice, and eager torch without chunks."""
     hidden = torch.randn(tokens, width, device=device).to(DTYPES[dtype]).requires_grad_()
     weight = (torch.randn(vocabulary, width, device=device) / width**0.5).to(DTYPES[dtype]).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), device=device)
@@ -271,10 +271,10 @@ def cases(device: torch.device, rounds: int) -> dict[str, Callable[[], dict]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", help="file to write the result to")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds that are counted (default 15)")
+    parser.add_argument("--json", help="output file")
+    parser.add_argument("--rounds", type=int, default=15, help="number of counted rounds (default 15)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -300,7 +300,7 @@ def main() -> None:
             if args.json:
                 Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     if not result["cases"]:
-        parser.error(f"--only {args.only}: no case has that in its name; they are {', '.join(cases(device, 1))}")
+        parser.error(f"--only {args.only}: no name of a case contains it; the cases are {', '.join(cases(device, 1))}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Distillation's divergence in chunks against all logits at once: forward and backward, time and memory.
+"""Time and memory of the distillation divergence: computed in chunks, and with all logits at once; forward and backward.
 
     python benchmarks/linear_kl.py --rounds 3 --threads 1 --json docs/results/linear-kl.json
 
-The contenders take turns in one process, and each time is the median over the rounds. "modelopt" is its
-LogitsDistillationLoss on the logits of both heads in fp32, "eager" the definition in torch, "compile" the same compiled.
-"ours, one chunk" keeps its logits for the backward, "ours" multiplies again, "ours, top 64" has the teacher's recorded
-log-probs in the place of its head. The floor is the four matrix products that nobody can do without: of both heads
-forward, of the student's gradients backward. Peak memory is what torch holds beyond the arguments at a time
-(`peak_memory.py`), gradients included; its floor is these and nothing else.
+All implementations take turns in one process, and each time is the median over the rounds. "modelopt" is ModelOpt's
+LogitsDistillationLoss on the fp32 logits of both heads. "eager" is the definition in torch, "compile" the same compiled.
+"ours, one chunk" keeps its logits for the backward, "ours" computes them again, and "ours, top 64" uses recorded log-probs of
+the teacher instead of the teacher's head. The floor is the time of the four unavoidable matrix products: both heads in the
+forward, and the student's gradients in the backward. Peak memory is the largest amount that torch holds beyond the arguments
+(`peak_memory.py`), including gradients; its floor is the gradients alone.
 
-Without a GPU: the heads of SmolLM2-135M and its teacher of 360M. With one: those of Qwen3-1.7B and 8B.
+Without a GPU the heads are those from SmolLM2-135M and its teacher of 360M parameters; with a GPU, Qwen3-1.7B and 8B.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def case(
     device: torch.device,
     rounds: int,
 ) -> dict:
-    """Logits of standard deviation 2, at temperature 1; chunks are a quarter of the tokens."""
+    """Measure logits with standard deviation 2 at temperature 1; a chunk is a quarter of the tokens."""
 
     def head(width: int) -> list[torch.Tensor]:
         hidden = torch.randn(tokens, width, device=device)
@@ -98,11 +98,11 @@ def case(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", help="file to write the result to")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that are counted (default 5)")
+    parser.add_argument("--json", help="output file")
+    parser.add_argument("--rounds", type=int, default=5, help="number of counted rounds (default 5)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's)")
-    parser.add_argument("--tokens", type=int, default=None, help="tokens (default 512, on a GPU 4,096)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--tokens", type=int, default=None, help="number of tokens (default 512; on a GPU 4,096)")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -133,7 +133,7 @@ def main() -> None:
             if args.json:
                 Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     if not result["cases"]:
-        parser.error(f"--only {args.only}: no case has that in its name")
+        parser.error(f"--only {args.only}: no name of a case contains it")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The verifier `math` on GSM8K's own solutions, beside the package math-verify: what is paid, and seconds of a response.
+"""The verifier `math` and the package math-verify on GSM8K's own solutions: accepted responses, and seconds per response.
 
     python benchmarks/math_answers.py train.jsonl test.jsonl --json docs/results/math-answers.json
 
-The files are those that GSM8K's authors publish: lines of {question, answer}. An answer is a solution that ends with a line
-`#### NUMBER`. A row's solution has to be paid, and its answer in four other forms. The solution of another row, with another
-answer, must not be.
+The files are the published files of GSM8K: lines of {question, answer}. An answer is a solution that ends with a line
+`#### NUMBER`. A verifier must accept the solution of a row, and its answer in four other forms. It must reject the solution of
+another row with another answer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FORMS = ("The answer is {}.", r"\boxed{{{}}}", "So she has {} apples.", "**Answe
 
 
 def ours(response: str, solution: str, question: str) -> bool:
-    """Tell whether the verifier pays the response."""
+    """Return True if the verifier accepts the response."""
     return bool(compare_math(response, solution, question)["correct"])
 
 
 def theirs(response: str, solution: str, question: str) -> bool:
-    """Tell whether math-verify does, without its limit of time."""
+    """Return True if math-verify accepts the response, without its time limit."""
     del question
     gold = parse(solution.rpartition("####")[2].strip(), parsing_timeout=None)
     return verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)
 
 
 def measure(judge: Callable[[str, str, str], bool], rows: list[dict[str, str]], others: list[dict[str, str]]) -> dict:
-    """Responses that are paid, of so many, by kind; seconds of one."""
+    """Return the number of accepted responses by kind, the number of responses, and the seconds per response."""
     seconds: list[float] = []
 
     def paid(response: str, row: dict[str, str]) -> bool:

@@ -1,9 +1,10 @@
-"""fp32 matrix products on the CPU: oneDNN as sglang_plugin/sglang_on_cpu/matmul.py calls it, against torch's own choice.
+"""fp32 matrix products on the CPU: oneDNN, called as in sglang_plugin/sglang_on_cpu/matmul.py, compared with torch's choice.
 
     python benchmarks/matmul.py --json docs/results/matmul.json
 
-The shapes are those of the upcycled SmolLM2 MoE: weights [out, in], rows of a decode and of a micro-batch. Each product
-goes over many weights, so that none is found in a cache, and the two take turns. Medians; GFLOP/s and their ratio.
+The shapes come from the upcycled SmolLM2 MoE: weights [out, in], and the rows of a decode and of a micro-batch. Each product
+runs over many weights, so that no weight is in a cache, and the two kernels take turns. The results are medians in GFLOP/s,
+and their ratio.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from sglang_on_cpu import matmul
 WEIGHTS = {"experts, up and gate": (3072, 576), "experts, down": (576, 1536), "attention, qkv": (960, 576)}
 ROWS = (4, 16, 32, 128, 1024)
 CACHE_BYTES = 1 << 28
-"""All copies of a weight together."""
+"""Total size of all copies of a weight."""
 
 
 def torchs_own(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b by the kernel of mm.out, which is never replaced."""
+    """Return a @ b by the kernel of mm.out, which is never replaced."""
     return torch.mm(a, b, out=a.new_empty(0))
 
 
 def measure(rows: int, shape: tuple[int, int], repeats: int) -> dict:
-    """GFLOP/s of the forward and input-gradient products by both, and of the weight gradient, which stays torch's."""
+    """Measure GFLOP/s: forward and input gradient by both kernels, weight gradient by torch's kernel, which is always used."""
     outputs, inputs = shape
     count = max(2, CACHE_BYTES // (4 * outputs * inputs))
     weights = [torch.randn(shape) for _ in range(count)]
@@ -61,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", help="file to write; standard output without it")
+    parser.add_argument("--json", help="output file (default: standard output)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")

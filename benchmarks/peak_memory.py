@@ -1,4 +1,4 @@
-"""Most memory that torch holds at a time, counted where it is allocated: inside of operators and kernels of C++ too."""
+"""Peak memory of torch, counted at its allocator, so that memory inside of C++ operators and kernels is included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
-    """Runs the passes of an update, without the reduction of gradients, for which gloo copies them."""
+    """Return a function that runs the passes of an update, without the reduction of gradients (gloo would copy them)."""
     objective = Policy(trainer.config).for_update(trainer.totals(batches))
     trainer.chunks[0].config.finalize_model_grads_func = None
 
@@ -31,17 +31,17 @@ def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[],
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes that `run` holds at a time beyond what was there before it.
+    """Return the peak of the bytes that `run` holds, beyond the bytes held before it.
 
-    Without a GPU: those of torch's CPU allocator, whose every call the profiler tells of, to the byte and the same in every
-    run. What is not a tensor is not counted (buffers of oneDNN, arrays of Python).
+    Without a GPU the bytes are those from torch's CPU allocator. The profiler reports each of its calls, so the result is exact
+    and the same in every run. Memory outside of tensors is not counted (buffers of oneDNN, Python arrays).
     """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    gc.collect()  # what an earlier run left behind is not freed in this one
+    gc.collect()  # so that garbage of an earlier run is not freed in this run
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

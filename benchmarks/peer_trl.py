@@ -1,7 +1,7 @@
-"""The peer: TRL's GRPOTrainer on the same model, prompts and token counts. Prints one JSON line of per-step seconds.
+"""TRL's GRPOTrainer on the same model, prompts and token counts, for comparison. Prints one JSON line with seconds per step.
 
-Started by `benchmarks/step.py --peer trl`. TRL stops a response at the end-of-sequence token as our trainer does; the
-reward is the length, so that nothing but generation, forward and backward is timed.
+`benchmarks/step.py --peer trl` starts this script. TRL stops a response at the end-of-sequence token, as megatron_rl does. The
+reward is the length, so that only generation, forward and backward take time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--micro-batch", type=int, default=0, help="sequences of one forward-backward; 0: all")
+    parser.add_argument("--micro-batch", type=int, default=0, help="sequences per forward-backward; 0: all")
     args = parser.parse_args()
 
     import torch
@@ -86,7 +86,7 @@ def main() -> None:
         )
         trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    # Generation happens inside the first micro-batch of a step, so step time is the whole of it.
+    # Generation runs inside the first micro-batch of a step, so the step time includes everything.
     print(json.dumps({"step_s": steps.seconds, "completion_tokens": tokens, "peak_gib": peak}))
 
 

@@ -1,7 +1,7 @@
-"""Rollouts of the same prompts: over the whole vocabulary, pruned, and by a server with the trainer's operators, in turns.
+"""Seconds of rollouts of the same prompts in turns: whole vocabulary, pruned, and on a server with the trainer's operators.
 
-Started by `benchmarks/step.py --compare` where pruned or identical is one of the variants; prints one JSON line. Every response
-has its full length, so that all have as much to do; the figures are those of `update_overhead.py`.
+`benchmarks/step.py --compare` starts this script if pruned or identical is one of the variants. It prints one JSON line. Every
+response has its full length, so that all variants do the same work. The figures are computed as in `update_overhead.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     for name in ("prompts", "samples", "prompt-tokens", "new-tokens", "rounds"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--precision", required=True)
-    parser.add_argument("--log", required=True, help="the servers'")
+    parser.add_argument("--log", required=True, help="path of the servers' log")
     parser.add_argument("--variants", nargs="+", required=True, choices=SUPPORTS)
     args = parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""Seconds that the client takes for the replies of 1,000 responses with routes, as SGLang sends them and as our plugin does.
+"""Seconds that the client needs to decode 1,000 responses with routes, in SGLang's format and in the plugin's format.
 
     python benchmarks/route_decoding.py --json docs/results/route-decoding.json
 
-Each measurement is of one reply as the client gets it: JSON, base64, checks, trajectory table. `before` is the decoding of
-commit 0fa4b9e (rows of four-byte integers, sorted to find an expert twice); `int32` today's of what a server without our plugin
-sends, `compact` of what one with it does. Medians of measurements in turns; one thread, as the interpreter's lock leaves the
-pool little more.
+Each measurement decodes one reply as the client receives it: JSON, base64, checks, trajectory table. `before` is the decoding
+of commit 0fa4b9e (rows of four-byte integers, which were sorted to find repeated experts). `int32` is today's decoding of a
+server without the plugin, and `compact` of a server with the plugin. The results are medians of measurements in turns, with one
+thread, because Python's global interpreter lock would allow little more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP = 2
 
 
 def reply(tokens: int, prompt: int, routes: torch.Tensor) -> bytes:
-    """An answer of SGLang of one response."""
+    """Return SGLang's reply with one response."""
     meta = {
         "finish_reason": {"type": "length", "length": tokens},
         "weight_version": "1",
@@ -43,7 +43,7 @@ def reply(tokens: int, prompt: int, routes: torch.Tensor) -> bytes:
 
 
 def decode_before(layout: EngineRoutes, encoded: str, tokens: int) -> np.ndarray:
-    """EngineRoutes.decode as it was."""
+    """Decode routes like the earlier EngineRoutes.decode."""
     raw = base64.b64decode(encoded, validate=True)
     table = np.frombuffer(raw, np.int32).reshape(tokens, layout.layers, layout.topk)[:, layout.moe_layers]
     assert not (table.min() < 0 or table.max() >= layout.experts)
@@ -53,7 +53,7 @@ def decode_before(layout: EngineRoutes, encoded: str, tokens: int) -> np.ndarray
 
 
 def in_turns(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict]:
-    """Seconds of each, which take turns: the machine's speed wanders."""
+    """Return the seconds of each function. They take turns, because the speed of the machine changes over time."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM_UP + rounds):
         for name, work in works.items():
@@ -77,7 +77,7 @@ def main() -> None:
     layout = EngineRoutes(args.layers, tuple(range(args.layers)), args.experts, args.topk)
     generator = np.random.default_rng(0)
     order = generator.random((args.tokens, args.layers, args.experts), np.float32).argsort(-1)[..., : args.topk]
-    table = torch.from_numpy(order.astype(np.int32))  # of a prompt of one token, and all but the last of the response
+    table = torch.from_numpy(order.astype(np.int32))  # one prompt token, and all response tokens except the last
     answers = {"int32": reply(args.tokens, 1, table), "compact": reply(args.tokens, 1, compact(table))}
 
     def whole(answer: bytes) -> object:

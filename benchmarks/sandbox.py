@@ -1,9 +1,9 @@
-"""Seconds until many conversations have the result of their first call of the Python interpreter, and of their second.
+"""Seconds until many conversations have the results of their first and their second call of the Python tool.
 
     python benchmarks/sandbox.py --json docs/results/sandbox.json
 
-All calls are begun at once, in a process that holds as much memory as asked for: a trainer has many GB. The floor of first
-calls is to start the same Python as often without a container. Medians over rounds that take turns.
+All calls start at once, in a process that holds the given amount of memory, because a trainer holds many GB. The floor of the
+first calls is the time to start Python equally often without a container. The results are medians over rounds in turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CODE = "print(6 * 7)"
 
 
 async def calls(box: Toolbox, conversations: list[dict]) -> float:
-    """Seconds of a call in each conversation."""
+    """Return the seconds of one call in each conversation."""
     begun = time.perf_counter()
     results = await asyncio.gather(*(box.call("python", {"code": CODE}, sessions) for sessions in conversations))
     assert set(results) == {"42"}
@@ -43,7 +43,7 @@ async def round_of(box: Toolbox, count: int) -> dict[str, float]:
 
 
 def uncontained(count: int) -> float:
-    """Seconds of as many starts of Python that run the same code."""
+    """Return the seconds of equally many Python processes that run the same code."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
         command = [PYTHON, "-I", "-S", "-B", "-c", CODE]
@@ -55,7 +55,9 @@ def uncontained(count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--memory", type=float, nargs="+", default=[0.0, 6.0], help="GB that the process holds")
+    parser.add_argument(
+        "--memory", type=float, nargs="+", default=[0.0, 6.0], help="memory in GB that the process holds"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

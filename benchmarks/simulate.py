@@ -1,10 +1,10 @@
-"""How far the simulator's step times are from measured ones: costs from some runs, five other runs predicted from them.
+"""Error of the simulator's step times: costs are measured in some runs, and five other runs are predicted from them.
 
     python benchmarks/simulate.py --json docs/results/simulate.json
 
-An untrained model of the quickstart's sizes, trainer and server with a core each (taskset). Every setting runs once a round,
-since a machine's speed wanders for minutes. Costs are those that `megatron-rl simulate --from` finds in all runs of the first
-kind, errors those of `--compare`: medians of a run's steady steps, here their mean over the rounds.
+The model is untrained and has the quickstart's sizes; trainer and server have one core each (taskset). Every setting runs once
+per round, because the speed of a machine changes over minutes. Costs are computed by `megatron-rl simulate --from` from all
+runs of the first kind. Errors are computed as by `--compare`, from medians of a run's steady steps, and averaged over rounds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 
 from cores import REPOSITORY, call, finish, train_beside_server
 
-# Prompts a step, samples a prompt, tokens a response at most, updates a step, rollout.max_staleness.
+# Prompts per step, samples per prompt, largest number of tokens per response, updates per step, rollout.max_staleness.
 MEASURED = {
     "few-short": (16, 4, 6, 1, 0),
     "many-short": (96, 8, 6, 1, 0),
     "few-long": (16, 4, 28, 1, 0),
     "many-long": (48, 8, 24, 1, 0),
-    "many-prompts": (112, 2, 6, 1, 0),  # without it a prompt's cost and a response's cannot be told apart
-    "both-at-once": (64, 8, 8, 1, 1),  # how much trainer and server slow each other down
+    "many-prompts": (112, 2, 6, 1, 0),  # separates the cost of a prompt from the cost of a response
+    "both-at-once": (64, 8, 8, 1, 1),  # measures how much trainer and server slow each other down
 }
 PREDICTED = {
     "medium": (48, 4, 16, 1, 0),
@@ -67,15 +67,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="time limit of a run, in seconds")
     parser.add_argument(
-        "--folder", type=Path, help="kept, and what has run there is not run again; by default a temporary one"
+        "--folder",
+        type=Path,
+        help="folder of the runs, which is kept; finished runs are not repeated (default: a temporary folder)",
     )
-    parser.add_argument("--json", type=Path, help="file to write; standard output without it")
+    parser.add_argument("--json", type=Path, help="output file (default: standard output)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end too
     if (os.cpu_count() or 1) < 2:
-        raise SystemExit("benchmarks/simulate.py: trainer and server want a core each")
+        raise SystemExit("benchmarks/simulate.py: needs at least two cores, one for the trainer and one for the server")
     sys.path.insert(0, str(REPOSITORY))
     from megatron_rl.simulate.measured import Measured, calibrate, compare, read_measured
 

@@ -1,13 +1,13 @@
-"""Tokens/s, memory and a profile of some layers of a real model at its real widths: scoring and updates of a full micro-batch.
+"""Tokens/s, memory and a profile of some layers of a real model at full width: scoring and updates of a full micro-batch.
 
     python benchmarks/slices.py qwen3 --json docs/results/slice-qwen3.json
     python benchmarks/slices.py gpt_oss --json slice.json --profile FOLDER
 
-qwen3: Qwen3-30B-A3B's layers with 16 of its 128 experts, which is what a rank of EP8 holds, and its vocabulary of 151,936.
-gpt_oss: gpt-oss-20b's layers, windows and sinks, with 8 of its 32 experts, and its vocabulary of 201,088. Weights are
-random. Medians over the updates after the first; where the time goes is told by the profiler's kernels of one update, and
-how often the host waited for the GPU in one by torch's own warnings. planned_gb is what `megatron-rl plan` says.
---tiny tries the script on a CPU.
+qwen3: layers of Qwen3-30B-A3B with 16 of its 128 experts (the share of a rank with EP8), and its vocabulary of 151,936.
+gpt_oss: layers of gpt-oss-20b, with windows and sinks, 8 of its 32 experts, and its vocabulary of 201,088. Weights are random.
+Times are medians over the updates after the first. The profiler's kernels of one update show how the time is spent, and torch's
+own warnings count how often the host waited for the GPU. planned_gb is the result of `megatron-rl plan`. --tiny tries the
+script on a CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 TOKENS, TINY_TOKENS = 18_432, 288
-"""Of one micro-batch: one response of 16k tokens and its prompt, and short ones that fill it up."""
+"""Lengths of one micro-batch: one response of 16k tokens with its prompt, and short ones that fill the micro-batch."""
 
 
 def qwen3(tiny: bool) -> transformers.PreTrainedConfig:
@@ -69,9 +69,9 @@ def gpt_oss(tiny: bool) -> transformers.PreTrainedConfig:
         {"hidden_size": 64, "intermediate_size": 48, "num_local_experts": 8, "vocab_size": 512, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
         if tiny
-        else {"num_local_experts": 8, "num_hidden_layers": 4}  # the rest is gpt-oss-20b's by default
+        else {"num_local_experts": 8, "num_hidden_layers": 4}  # all other values default to gpt-oss-20b
     )
-    # As in the released folders: SGLang reads it, and not every release of transformers has it.
+    # As in the released folders: SGLang reads it, but not every release of transformers writes it.
     return transformers.GptOssConfig(**sizes, num_experts_per_tok=4, swiglu_limit=7.0, tie_word_embeddings=False)
 
 
@@ -79,7 +79,7 @@ MODELS = {"qwen3": qwen3, "gpt_oss": gpt_oss}
 
 
 def make_folder(config: transformers.PreTrainedConfig, folder: Path) -> Path:
-    """A Hugging Face folder of random bf16 weights."""
+    """Make a Hugging Face folder with random bf16 weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def make_samples(tokens: int, vocabulary: int) -> list[Sequence]:
 
 
 class Device:
-    """Time and memory of the device; on a CPU time alone."""
+    """Measures time and memory of the device; on a CPU only time."""
 
     def __init__(self) -> None:
         self.gpu = torch.cuda.is_available()
@@ -111,7 +111,7 @@ class Device:
         return time.perf_counter()
 
     def peak(self) -> dict[str, float]:
-        """Gigabytes since the last call."""
+        """Return the peak memory since the last call, in gigabytes."""
         if not self.gpu:
             return {}
         found = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -124,7 +124,7 @@ def one_update(trainer: Trainer, batches: list[Batch]) -> dict[str, float]:
 
 
 def synchronizations(trainer: Trainer, batches: list[Batch]) -> dict[str, int]:
-    """How often one update waited for the GPU, by place in our own or Megatron's source."""
+    """Return how often one update waited for the GPU, by place in the source of megatron_rl or Megatron."""
     if not torch.cuda.is_available():
         return {}
     with warnings.catch_warnings(record=True) as caught:
@@ -137,9 +137,9 @@ def synchronizations(trainer: Trainer, batches: list[Batch]) -> dict[str, int]:
 
 
 def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict[str, Any]:
-    """Launches of kernels in one update, and milliseconds of the ten (on a CPU: operators) that took longest.
+    """Return the number of kernel launches in one update, and milliseconds of the ten slowest kernels (CPU: operators).
 
-    The trace goes to `folder`.
+    folder: receives the trace.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     gpu = torch.cuda.is_available()
@@ -166,10 +166,10 @@ def measure(
     plain: bool = False,
     trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Score and update a full micro-batch `updates` times: seconds, gigabytes, launches and where the time goes.
+    """Score and update a full micro-batch `updates` times; return seconds, gigabytes, launches and the slowest kernels.
 
-    config: from `slice_config`. plain: Megatron's local layers, also where Transformer Engine is. trace: folder for one of an
-    update. Starts the ranks, and ends them.
+    config: from `slice_config`. plain: use Megatron's local layers even if Transformer Engine is installed. trace: folder for
+    the trace of one update. Starts the ranks, and ends them.
     """
     tokens, device = config.batch.tokens_per_micro_batch, Device()
     ranks = parallel.initialize(config.parallel, config.seed)
@@ -218,7 +218,7 @@ def measure(
 
 
 def slice_config(folder: Path, precision: str, *, tokens: int = TOKENS, recompute: str = "none") -> Config:
-    """Config of the updates of a model's folder."""
+    """Return the config of the updates for a model folder."""
     return build_config(
         {
             "steps": 1_000_000,
@@ -234,13 +234,17 @@ def slice_config(folder: Path, precision: str, *, tokens: int = TOKENS, recomput
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("--updates", type=int, default=6, help="the first is not counted (default 6)")
+    parser.add_argument(
+        "--updates", type=int, default=6, help="number of updates; the first is not counted (default 6)"
+    )
     parser.add_argument("--precision", choices=list(TRAIN), default="bf16", help="precision.train (default bf16)")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--plain", action="store_true", help="local layers, also where Transformer Engine is installed")
-    parser.add_argument("--profile", type=Path, help="folder for a trace of one update")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
-    parser.add_argument("--json", help="file to write the result to")
+    parser.add_argument(
+        "--plain", action="store_true", help="use Megatron's local layers even if Transformer Engine is installed"
+    )
+    parser.add_argument("--profile", type=Path, help="folder for the trace of one update")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, to try the script")
+    parser.add_argument("--json", help="output file")
     options = parser.parse_args()
     if options.updates < 2:
         parser.error("--updates must be 2 or more: the first is not counted")

@@ -1,12 +1,12 @@
-"""Whether a long run of a tiny model stays as it is: memory, file descriptors, threads, disk, mismatch.
+"""Growth during a long run of a tiny model: memory, file descriptors, threads, disk, mismatch.
 
     python benchmarks/soak.py --json docs/results/soak.json
 
-`megatron-rl train` with its own server, saves and evaluations, sampled while it runs. Of what comes behind the first 600
-steps, by which caches of a limited size are full (Python's of patterns, the task's of prompts), the medians of 20 blocks give
-each slope per 1,000 steps by least squares, with the standard error of what is left over: neighbors in a block hang together,
-blocks hardly, and a save in a look is no growth. `of_level` is the slope as a share of the mean. Logs grow by design, and stand
-apart.
+The script runs `megatron-rl train` with its own server, saves and evaluations, and samples the figures while the run is active.
+It drops the first 600 steps, in which caches of limited size fill up (Python's cache of patterns, the task's cache of prompts).
+The rest is divided into 20 blocks. A least squares fit to the medians of the blocks gives each slope per 1,000 steps, with the
+standard error of the residuals. Samples within a block are correlated, blocks hardly, and a sample during a save does not
+change a median. `of_level` is the slope divided by the mean. Logs grow by design and are listed separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import psutil
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
+sys.path.insert(0, str(REPOSITORY))  # Python searches only the script's own folder
 
 from megatron_rl.tasks.builtin import NumberSorting  # noqa: E402
 from tools.make_tiny_model import Sizes, make_tiny_model  # noqa: E402
@@ -49,7 +49,7 @@ def config_of(folder: Path, model: Path, steps: int) -> dict:
         "data": {"task": "benchmarks/soak.py:Noise"},
         "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_micro_batch": 256},
         "optimizer": {"lr": 2e-6},
-        "precision": {"train": "bf16", "rollout": "bf16"},  # of which there is a mismatch to look at
+        "precision": {"train": "bf16", "rollout": "bf16"},  # bf16 has a mismatch to observe
         "rollout": {
             "max_new_tokens": 12,
             "context_length": 32,
@@ -62,7 +62,7 @@ def config_of(folder: Path, model: Path, steps: int) -> dict:
 
 
 class Noise(NumberSorting):
-    """Rewards from 0 to 1 that say nothing: weights move with every update, and the policy and its mismatch stay."""
+    """Gives rewards from 0 to 1 without information: weights change in every update, but the policy learns nothing."""
 
     name = "noise"
     parts = ("correct",)
@@ -74,13 +74,13 @@ def size(files: list[Path]) -> int:
     for file in files:
         try:
             total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:  # moved or removed meanwhile
+        except FileNotFoundError:  # moved or removed in the meantime
             continue
     return total
 
 
 def look(trainer: psutil.Process, run: Path) -> dict[str, float]:
-    """What there is now."""
+    """Return the current figures."""
     found = {"trainer_mib": trainer.memory_info().rss / MIB, "trainer_fds": trainer.num_fds()}
     found["trainer_threads"] = trainer.num_threads()
     memory, fds, threads, processes = 0, 0, 0, 0
@@ -99,7 +99,7 @@ def look(trainer: psutil.Process, run: Path) -> dict[str, float]:
 
 
 def slope(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
-    """Per 1,000 steps, by the medians of BLOCKS blocks."""
+    """Return the slope per 1,000 steps, from the medians of BLOCKS blocks."""
     keep = steps > min(WARM_UP, steps.max() / 2)
     blocks = [*zip(np.array_split(steps[keep], BLOCKS), np.array_split(values[keep], BLOCKS), strict=True)]
     x, y = (np.array([np.median(part[i]) for part in blocks]) for i in (0, 1))
@@ -122,11 +122,11 @@ def slope(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
     parser.add_argument("--timeout", type=float, default=7200.0)
-    parser.add_argument("--json", type=Path, help="file to write; standard output without it")
+    parser.add_argument("--json", type=Path, help="output file (default: standard output)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end too
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         model = make_tiny_model("qwen3_moe", folder / "model", sizes=Sizes(layers=2), tokenizer="numbers")
@@ -149,7 +149,7 @@ def main() -> None:
                 time.sleep(args.every)
                 lines = metrics.read_text().splitlines() if metrics.exists() else []
                 rows = [row for row in map(json.loads, lines) if row["step"] > 0]
-                if not rows or rows[-1]["step"] == args.steps:  # behind the last one the server ends
+                if not rows or rows[-1]["step"] == args.steps:  # the server ends after the last step
                     continue
                 try:
                     seen.append((rows[-1]["step"], look(trainer, run)))

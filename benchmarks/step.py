@@ -1,4 +1,4 @@
-"""Where the time of one training step goes: tokens/s of rollout, scoring, update and sync, peak memory; and a peer.
+"""Time of the parts of a training step: tokens/s of rollout, scoring, update and sync; peak memory; comparison with TRL.
 
     python benchmarks/step.py --model runs/quickstart/model --steps 12 --json out.json
     python benchmarks/step.py --model MODEL --peer trl --json out.json     # needs requirements/benchmark.txt
@@ -6,12 +6,14 @@
     python benchmarks/step.py --model MODEL --updates 4 --compare r2 pr2 --json out.json
     python benchmarks/step.py --model MODEL --compare none pruned corrected critic --json out.json
 
-Ours is the real command: `megatron-rl train` in a process of its own, timed by the run's own metrics.jsonl. The peer trains
-the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
-the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
-on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned, corrected and
-those of VP2O, critic (PPO beside GRPO), lora (adapters in the place of all weights) and identical (precision.identical); for
-pruned and identical, so do rollouts.
+The script runs the real command, `megatron-rl train`, in a separate process, and reads the times from the run's metrics.jsonl.
+The peer trains the same model on the same prompts, with the same number of new tokens. The figures are medians over the steps
+after the first two.
+
+--compare adds the cost of variants of the update, compared with the first variant. Scoring and updates of the variants take
+turns on one batch, and the difference is given as a share of the step. Variants are the route sources, pruned, corrected, the
+variants of VP2O, critic (PPO instead of GRPO), lora (adapters instead of all weights) and identical (precision.identical). For
+pruned and identical, rollouts are compared in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ PARTS = ("rollout", "log_probs", "train", "sync", "other")
 
 
 def make_prompts(folder: Path, tokenizer_path: str, count: int, prompt_tokens: int) -> Path:
-    """Prompts of about `prompt_tokens` tokens, as a JSONL file with answers that no response matches."""
+    """Write prompts of about `prompt_tokens` tokens to a JSONL file, with answers that no response matches."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -52,7 +54,7 @@ def make_prompts(folder: Path, tokenizer_path: str, count: int, prompt_tokens: i
 
 
 class PeakMemory:
-    """Largest sum of resident memory of a process tree, sampled."""
+    """Samples the resident memory of a process tree and keeps the largest sum."""
 
     def __init__(self, pid: int) -> None:
         self.peak = 0
@@ -85,7 +87,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
     config = {
         "name": "bench",
         "runs_dir": str(folder),
-        "steps": args.steps + 1,  # the last one writes a checkpoint, and is not waited for
+        "steps": args.steps + 1,  # the last step writes a checkpoint and is not waited for
         "model": {"path": str(Path(args.model).resolve())},
         "data": {"task": "file", "path": str(prompts), "verifier": "exact"},
         "batch": {
@@ -127,7 +129,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
             lines = metrics.read_text().splitlines() if metrics.exists() else []
             rows = [row for row in map(json.loads, lines) if row["step"] > 0]
     finally:
-        process.kill()  # its server ends with it
+        process.kill()  # the server ends with the run
         process.wait(30)
     peak = memory.stop()
     rows = [r for r in rows if r["step"] > WARM_UP]
@@ -173,7 +175,7 @@ def run_trl(args: argparse.Namespace, prompts: Path) -> dict:
 
 
 def run_variants(args: argparse.Namespace, folder: Path, ours: dict) -> dict:
-    """What each variant adds to the first one, in seconds and as a share of our step; what pruning adds to a rollout."""
+    """Measure the cost of each variant relative to the first, in seconds and as a share of the step; also of rollouts."""
     shape = [
         *("--model", str(Path(args.model).resolve()), "--rounds", str(args.compare_rounds)),
         *("--prompt-tokens", str(args.prompt_tokens), "--new-tokens", str(args.new_tokens)),
@@ -199,7 +201,7 @@ def run_variants(args: argparse.Namespace, folder: Path, ours: dict) -> dict:
 
 
 def _run_json(args: argparse.Namespace, script: str, *flags: str) -> dict:
-    """The last line that another script of this folder prints. Errors: SystemExit with the last line of its complaint."""
+    """Return the last line that another script of this folder prints. Errors: SystemExit with the last line of its stderr."""
     command = [sys.executable, str(REPOSITORY / "benchmarks" / script), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(
@@ -215,7 +217,7 @@ def _run_json(args: argparse.Namespace, script: str, *flags: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts a step; the defaults are the quickstart's")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts per step; defaults as in the quickstart")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=7)
@@ -225,21 +227,21 @@ def main() -> None:
     parser.add_argument("--rollout-precision", choices=("fp32", "bf16"))
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--transport", choices=("tensor", "distributed", "disk"), default="tensor")
-    parser.add_argument("--nproc", type=int, default=1, help="trainer processes")
+    parser.add_argument("--nproc", type=int, default=1, help="number of trainer processes")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", choices=("trl",))
     parser.add_argument(
-        "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
+        "--peer-micro-batch", type=int, default=0, help="sequences per forward-backward of the peer; 0: all"
     )
     parser.add_argument(
         "--compare",
         nargs="+",
         metavar="VARIANT",
-        help="routing.source values, pruned, corrected, vp2o_*, critic, lora, identical",
+        help="variants to compare: values of routing.source, pruned, corrected, vp2o_*, critic, lora, identical",
     )
     parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)
-    parser.add_argument("--json", help="file to write; standard output without it")
+    parser.add_argument("--json", help="output file (default: standard output)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

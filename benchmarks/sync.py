@@ -1,10 +1,10 @@
-"""Seconds of one weight push per transport, checksums included, beside what the machine needs to copy the same bytes.
+"""Seconds of one weight push per transport, including checksums, compared with a copy of the same bytes.
 
     python benchmarks/sync.py MODEL                  # MODEL: Hugging Face folder; starts an SGLang server for it
     python benchmarks/sync.py MODEL --address URL    # a running server with the checksum plugin
     python benchmarks/sync.py MODEL --json           # one JSON object
 
-On a machine that does other things as well read the least of the repetitions and the processor's own seconds.
+If other programs run on the machine, use the smallest time of the repetitions, and the processor seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 
 
 def seconds(work: Callable[[], object], repeat: int) -> dict[str, float]:
-    """Wall-clock seconds (least and median) and processor seconds of this process (mean), after one run to warm up."""
+    """Return wall-clock seconds (minimum, median) and processor seconds of this process (mean), after one warm-up run."""
     work()
     wall, cpu = [], time.process_time()
     for _ in range(repeat):
@@ -67,7 +67,7 @@ def measure(model: Path, address: str, dtype: str, transports: list[str], bucket
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--address", help="a running server; by default one is started")
+    parser.add_argument("--address", help="address of a running server (default: start a server)")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--bucket-mb", type=float, default=SyncConfig().bucket_mb)

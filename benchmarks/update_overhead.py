@@ -1,15 +1,23 @@
-"""Scoring and updates of one rollout batch in several variants, in turns on the same batch. One JSON line.
+"""Time and memory of scoring and updates in several variants, in turns on the same rollout batch. Prints one JSON line.
 
-Started by `benchmarks/step.py --compare`. A variant is a source of routes (none, r2, ...), or, with free routes, pruned (the
-vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
-repulsion alone), vp2o (and the orthogonality loss), vp2o_region (and a trust region that every step fits into), critic
-(PPO's: values of all states, and its own updates), lora (adapters of rank 16 on attention and experts, in the place of all
-weights: a trainer of its own) or identical (precision.identical, likewise). Variants take turns in one process, because a
-machine's speed wanders by more than what is looked for; the figures are medians over rounds of each variant's own seconds,
-and of the difference to the first variant in the same round, with its quartiles. peak_bytes is the most that one update holds
-beyond what it began with. A variant of VP2O also tells what its prototypes and anchors keep between two updates, and the size
-of the fp32 gradients of one layer's experts; those of the critic and of adapters what model, gradients and optimizer keep,
-and with adapters the first variant too.
+`benchmarks/step.py --compare` starts this script. A variant is a route source (none, r2, ...), or one of the following, without
+route replay:
+
+- pruned: vocabulary pruning with the default rho
+- corrected: masked importance sampling with the veto
+- vp2o_transform: only attraction and repulsion
+- vp2o: also the orthogonality loss
+- vp2o_region: also a trust region, with a limit that no step exceeds
+- critic: PPO's critic, with values of all states and its own updates
+- lora: adapters of rank 16 on attention and experts instead of all weights, in a separate trainer
+- identical: precision.identical, in a separate trainer
+
+Variants take turns in one process, because the speed of a machine varies by more than the differences to be measured. The
+figures are medians over rounds of the seconds of each variant, and of the difference to the first variant in the same round,
+with quartiles. peak_bytes is the largest amount that one update holds beyond the memory at its start. A variant of VP2O also
+reports the size of the prototypes and anchors that it keeps between two updates, and the size of the fp32 gradients of one
+layer's experts. The critic and the adapters report the size of their model, gradients and optimizer state; with adapters the
+first variant does so too.
 """
 
 from __future__ import annotations
@@ -69,11 +77,11 @@ def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sequence
 
 
 Hooks = dict[str, list[UpdateHook]]
-"""By variant: what they know of the last update stays theirs."""
+"""Hooks by variant. Each variant has its own hooks, because hooks keep state of the last update."""
 
 
 def make_hooks(trainer: Trainer, variants: list[str]) -> Hooks:
-    """Predictors are the trainer's own, which all variants that predict share."""
+    """Make the hooks of all variants. All predicting variants share the trainer's own predictors."""
     hooks: Hooks = {}
     for variant in variants:
         source = variant if variant in get_args(RouteSource) else "none"
@@ -101,7 +109,7 @@ def use(trainer: Trainer, variant: str, hooks: Hooks) -> None:
 
 
 def make_critic(config: Config, ranks: parallel.Ranks) -> Trainer:
-    """The trainer of a critic that starts as the policy does."""
+    """Build the trainer of a critic that starts from the policy's weights."""
     own = critic_config(config)
     return build_trainer(own, ranks, total_updates=config.steps, support=SamplingSupport(), value_head=True)
 
@@ -114,9 +122,9 @@ def one_round(
     variants: list[str],
     hooks: Hooks,
 ) -> dict[str, dict[str, float]]:
-    """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
+    """Measure the seconds of packing and scoring, and of all updates, of one rollout batch, by variant.
 
-    Variants take turns at every update, each time in another order: what is compared lies a fraction of a second apart.
+    Variants take turns at every update, each time in another order, so that compared measurements are close in time.
     """
     seconds = {variant: {"score": 0.0, "train": 0.0} for variant in variants}
     per_update = len(samples) // updates
@@ -139,7 +147,7 @@ def one_round(
             use(trainer, variant, hooks)
             start = time.perf_counter()
             if index == 0:
-                trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
+                trainer.weights_pushed()  # lets the trust region set its anchor
             batches = packed[variant, index]
             trainer.update(batches, Policy(trainer.config), UpdateContext(index))
             if variant == "critic" and critic:
@@ -151,7 +159,7 @@ def one_round(
 def measure_memory(
     trainer: Trainer, critic: Critic | None, samples: list[Sequence], variant: str, hooks: Hooks
 ) -> dict[str, float]:
-    """Bytes of one update beyond what was there before it, at its peak; and what VP2O and a critic keep between two."""
+    """Return the peak bytes of one update beyond the memory before it, and the bytes that VP2O or a critic keep."""
     use(trainer, variant, hooks)
     batches = trainer.pack(samples)
     objective = Policy(trainer.config)
@@ -176,7 +184,7 @@ def measure_memory(
 
 
 def _sizes(trainer: Trainer) -> Iterator[int]:
-    """Bytes of a trainer's weights, gradient buffers and optimizer state."""
+    """Yield the bytes of a trainer's weights, gradient buffers and optimizer state."""
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     yield from (p.numel() * p.element_size() for p in parameters)
     trained = [p.main_grad for p in parameters if p.requires_grad]  # pyright: ignore[reportAttributeAccessIssue]
@@ -198,7 +206,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", required=True, choices=VARIANTS)
     args = parser.parse_args()
 
-    # Built with predictors; a variant that does not predict never looks at them.
+    # Built with predictors; variants without prediction do not use them.
     config = build_config(
         {
             "steps": 1_000_000,

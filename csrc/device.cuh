@@ -1,4 +1,4 @@
-// What the kernels need of CUDA, and what they share. Compilers other than nvcc get CUDA from tests/csrc/cuda_emulation.h,
+// CUDA declarations and helpers that the kernels share. Compilers other than nvcc get CUDA from tests/csrc/cuda_emulation.h,
 // which runs the kernels on the CPU.
 #pragma once
 
@@ -20,7 +20,7 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// NaN if one is.
+// The maximum; NaN if one of the two is NaN.
 __device__ inline float maximum_or_nan(float a, float b) {
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -36,14 +36,14 @@ __device__ inline float to_float(Bf16 x) { return __uint_as_float(uint32_t(x.bit
 __device__ inline void round_to(float& y, float x) { y = x; }
 __device__ inline void round_to(Bf16& y, float x) { y.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 
-// What one instruction loads or stores: 16 bytes where the addresses allow it, else one number.
+// The elements that one instruction loads or stores: 16 bytes if the addresses allow it, else one element.
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Pack {
     T values[N];
 };
 
-// each(load(i), i) for this thread's share of i = 0..count-1, always the same. GROUP loads are on their way together;
-// end_of_group() lets sums of many terms be added up in two steps.
+// Calls each(load(i), i) for this thread's share of i = 0..count-1, which is always the same. GROUP loads are in flight at
+// once. end_of_group() allows sums of many terms to be added in two steps.
 template <int GROUP, typename Load, typename Each, typename EndOfGroup>
 __device__ void for_each_group(int count, Load load, Each each, EndOfGroup end_of_group) {
     const int step = blockDim.x;
@@ -68,7 +68,7 @@ __device__ float warp_reduce(float x, Combine combine) {
     return x;
 }
 
-// Combines K numbers of each thread of the block; the result is thread 0's. `partials` is shared and used by no other call.
+// Combines K numbers of each thread of the block; thread 0 gets the result. `partials` is shared memory for this call only.
 template <int K, typename Combine>
 __device__ void block_reduce(float (&values)[K], float (&partials)[K][MOST_WARPS], float neutral, Combine combine) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;

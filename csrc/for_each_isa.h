@@ -1,4 +1,4 @@
-// Compiles the file KERNELS (defined by the including .cpp) once per instruction set, each in a namespace of its own.
+// Compiles the file KERNELS (defined by the including .cpp) once per instruction set, each in a separate namespace.
 // FOR_ISA(isa, f)(...) then calls the copy of f that is compiled for `isa`.
 #pragma once
 

@@ -6,5 +6,5 @@ struct Bf16 {
     uint16_t bits;
 };
 
-// Instruction sets that the CPU kernels are compiled for; generic is what every processor of the architecture has.
+// Instruction sets for which the CPU kernels are compiled; every processor of the architecture supports generic.
 enum class Isa { generic, avx2, avx512 };

@@ -1,4 +1,4 @@
-// Launches of kernels whose failures are exceptions.
+// Kernel launches that throw an exception on failure.
 #pragma once
 
 #include <limits>
@@ -9,13 +9,13 @@
 
 inline void check(cudaError_t error, const char* launcher) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // so that torch does not find it
+    cudaGetLastError();  // clears the error, so that torch does not report it
     throw std::runtime_error(std::string(launcher) + ": " + cudaGetErrorString(error));
 }
 
 struct Grid {
     int64_t blocks;
-    int threads;  // of a block, whole warps
+    int threads;  // per block, a multiple of the warp size
 };
 
 template <typename... Parameters, typename... Arguments>

@@ -1,4 +1,4 @@
-// Torch's CPU thread pool and instruction set for kernels that know nothing of torch.
+// Torch's CPU thread pool and instruction set, for kernels that do not depend on torch.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -6,7 +6,7 @@
 
 #include "isa.h"
 
-// What torch uses itself: the processor's best, or what ATEN_CPU_CAPABILITY says.
+// The instruction set that torch uses: the processor's best, or the value of ATEN_CPU_CAPABILITY.
 inline Isa torch_isa() {
     static const Isa isa = [] {
         const std::string name = at::get_cpu_capability();

@@ -1,8 +1,8 @@
 // C (+)= A B with C in registers, for kernels that are compiled once per instruction set: see for_each_isa.h.
 //
-// A is read as scalars, in whatever order it lies in memory, B and C row by row as vectors. An element of C is summed from the
-// first column of A to the last, with one rounding a step where the processor has fused multiply-add: by no other order for
-// other numbers of rows or vectors.
+// A is read as scalars, in any memory layout; B and C are read row by row as vectors. An element of C is summed from the first
+// column of A to the last, with one rounding per step if the processor has fused multiply-add. The order of the sum does not
+// depend on the number of rows or vectors.
 
 #define UNROLL _Pragma("GCC unroll 8")  // so that the sums stay in registers
 
@@ -27,7 +27,7 @@ void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column
 
 #undef UNROLL
 
-// The same with any number of rows, M at a time.
+// The same product with any number of rows, M at a time.
 template <int M, int N, bool add>
 void product_rows(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
                   int64_t b_row, float* c, int64_t c_row) {

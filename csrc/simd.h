@@ -1,6 +1,6 @@
-// Vectors of LANES floats by GCC's vector extensions: one source for every instruction set.
+// Vectors of LANES floats with GCC's vector extensions: one source for every instruction set.
 //
-// No include guard: for_each_isa.h includes this file once per instruction set, inside a namespace of its own and under
+// No include guard: for_each_isa.h includes this file once per instruction set, inside a separate namespace and under
 // `#pragma GCC target`, so that each copy is compiled for its processor. Everything is inlined into the kernels.
 
 using Float = float __attribute__((vector_size(LANES * 4)));
@@ -11,9 +11,9 @@ using Half = uint16_t __attribute__((vector_size(LANES * 2)));
 #undef INLINE
 #define INLINE inline __attribute__((always_inline))
 
-INLINE Float splat(float x) { return x - Float{}; }  // not 0 + x, which turns -0 into 0 and so is no plain broadcast
+INLINE Float splat(float x) { return x - Float{}; }  // not 0 + x, which would turn -0 into 0
 
-INLINE Float multiply_add(Float a, Float b, Float c) {  // a b + c, rounded once where the processor can
+INLINE Float multiply_add(Float a, Float b, Float c) {  // a b + c, rounded once if the processor supports it
 #if LANES == 16
     return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8
@@ -25,7 +25,7 @@ INLINE Float multiply_add(Float a, Float b, Float c) {  // a b + c, rounded once
 
 INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 
-// a > b ? a : b, so b where one is a NaN.
+// a > b ? a : b; this is b if one of them is NaN.
 INLINE Float maximum(Float a, Float b) {
 #if LANES == 16
     return (Float)_mm512_max_ps((__m512)a, (__m512)b);
@@ -54,7 +54,7 @@ INLINE Float load(const Bf16* p) {
 
 INLINE void store(float* p, Float x) { std::memcpy(p, &x, sizeof x); }
 
-INLINE void store(Bf16* p, Float x) {  // rounds to nearest even; of the NaNs only those with few bits set stay one, as NAN does
+INLINE void store(Bf16* p, Float x) {  // rounds to nearest even; only NaNs with few bits set, like NAN, stay NaN
     const UInt bits = (UInt)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 #if LANES == 16
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded));
@@ -73,7 +73,7 @@ INLINE float to_float(Bf16 x) {
     return result;
 }
 
-// The last, partial vector of a row; what is beyond its end is `fill`.
+// The last, partial vector of a row; elements beyond the end of the row are `fill`.
 template <typename T>
 INLINE Float load_some(const T* p, int64_t count, float fill) {
     Float x = splat(fill);
@@ -94,7 +94,7 @@ INLINE float sum(Float x) {
     return total;
 }
 
-// Two vectors at once, for work that treats all elements alike: those of even and of odd places where that is cheaper.
+// Two vectors at once, for work that treats all elements alike: even and odd elements, if this is cheaper.
 INLINE void load_pair(const float* p, Float& a, Float& b) { a = load(p), b = load(p + LANES); }
 
 INLINE void load_pair(const Bf16* p, Float& a, Float& b) {
@@ -106,14 +106,14 @@ INLINE void load_pair(const Bf16* p, Float& a, Float& b) {
 
 INLINE void store_pair(float* p, Float a, Float b) { store(p, a), store(p + LANES, b); }
 
-INLINE void store_pair(Bf16* p, Float a, Float b) {  // rounds as store does
+INLINE void store_pair(Bf16* p, Float a, Float b) {  // rounds like store
     const UInt x = (UInt)a, y = (UInt)b;
     const UInt low = x + 0x7fff + ((x >> 16) & 1), high = y + 0x7fff + ((y >> 16) & 1);
     const UInt both = (low >> 16) | (high & 0xffff0000);
     std::memcpy(p, &both, sizeof both);
 }
 
-// Bf16 numbers as integers in the same order, NaNs beyond the infinities; the same operation leads back.
+// Bf16 numbers as integers in the same order, with NaNs beyond the infinities. The operation is its own inverse.
 using Ordered = int16_t __attribute__((vector_size(LANES * 4)));
 
 INLINE Ordered load_ordered(const Bf16* p) {

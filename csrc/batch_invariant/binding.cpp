@@ -1,5 +1,5 @@
-// Python module megatron_rl.ops._batch_invariant. The caller (megatron_rl/ops/batch_invariant.py) has checked the arguments,
-// what is checked here keeps memory safe.
+// Python module megatron_rl.ops._batch_invariant. The caller (megatron_rl/ops/batch_invariant.py) checks the arguments; the
+// checks here only protect memory.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -40,7 +40,7 @@ const float* column(const Tensor& x, const char* name, int64_t rows) {
 
 bi::Output output(Tensor& out) { return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16, out.size(1)}; }
 
-// Calls task(i, scratch) for i in [0, count) on all threads; each takes the next task when it is done with one.
+// Calls task(i, scratch) for i in [0, count) on all threads; a thread takes the next task when it has finished one.
 template <typename Task>
 void run(int64_t count, int64_t scratch_floats, Task task) {
     if (count == 0) return;
@@ -55,7 +55,7 @@ void run(int64_t count, int64_t scratch_floats, Task task) {
     });
 }
 
-// Rows [begin, end) of a matrix on all threads; a few rows are one thread's.
+// Splits the rows of a matrix into ranges [begin, end) over all threads; one thread processes a few rows.
 template <typename Task>
 void run_rows(const bi::Matrix& x, Task task) {
     pybind11::gil_scoped_release release;
@@ -93,7 +93,7 @@ Tensor product(const Tensor& x, const std::vector<int64_t>& counts, const std::v
     const int64_t count = panels.size(), blocks = bi::output_blocks(call);
     run(count, 1, [&](int64_t i, float*) { bi::pack(isa, call, panels[i], copy); });
     run(count * blocks, bi::scratch_floats(isa, call), [&](int64_t i, float* scratch) {
-        bi::multiply(isa, call, panels[i % count], copy, i / count, scratch);  // one block of weights after the other
+        bi::multiply(isa, call, panels[i % count], copy, i / count, scratch);  // one block of weights after another
     });
     return out;
 }
@@ -139,7 +139,7 @@ Tensor softmax(const Tensor& x) {
     return out;
 }
 
-// The k largest of each row, largest first; of equal ones the first. NaNs come last.
+// The k largest values of each row, largest first; among equal values the first index comes first. NaNs come last.
 Tensor topk(const Tensor& x, int64_t k) {
     const bi::Matrix rows = fp32(x, "x");
     TORCH_CHECK_VALUE(0 <= k && k <= rows.columns, "k must be at most ", rows.columns);
@@ -187,7 +187,7 @@ Tensor exponential_sums(const Tensor& x, const Tensor& most) {
     return out;
 }
 
-// Natural logarithm of the number of 2^-FRACTION.
+// Natural logarithm of a number in units of 2^-FRACTION.
 Tensor log_of_sums(const Tensor& sums) {
     TORCH_CHECK_VALUE(sums.is_cpu() && sums.is_contiguous() && sums.scalar_type() == at::kLong, "sums must be int64");
     Tensor out = at::empty(sums.sizes(), sums.options().dtype(at::kDouble));
@@ -198,8 +198,8 @@ Tensor log_of_sums(const Tensor& sums) {
     return out;
 }
 
-// Cosines [positions, n] and sines of fp32 angles, position times frequency, by the C library one by one: vectorized ones give
-// other bits at the end of an array than in its middle.
+// Cosines and sines [positions, n] of fp32 angles (position times frequency), computed one by one with the C library.
+// Vectorized functions give other bits at the end of an array than in its middle.
 std::tuple<Tensor, Tensor> rotary(int64_t positions, const Tensor& frequencies) {
     const int64_t n = frequencies.numel();
     const float* const f = column(frequencies, "frequencies", n);

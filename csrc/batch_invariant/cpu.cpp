@@ -2,8 +2,8 @@
 
 namespace {
 
-constexpr int64_t OUTPUTS = 96;  // of a block, a multiple of the kernels' ROWS
-constexpr int64_t DEPTH = 256;   // inputs that are worked on at a time: a block of weights stays in the second-level cache
+constexpr int64_t OUTPUTS = 96;  // outputs per block, a multiple of ROWS of the kernels
+constexpr int64_t DEPTH = 256;   // inputs processed at a time, so that a block of weights stays in the second-level cache
 
 }  // namespace
 

@@ -1,17 +1,17 @@
 // The kernels, compiled once per instruction set: see for_each_isa.h.
 //
-// Tokens lie in the vectors' lanes, and each lane does the same work whatever lies in the others: no sum runs across lanes
-// that hold different tokens, and what is beyond the last token is computed and thrown away.
+// Tokens lie in the lanes of the vectors. The work in a lane does not depend on the other lanes: no sum runs across lanes that
+// hold different tokens, and lanes beyond the last token are computed and discarded.
 
 #include "product.h"
 
-constexpr int ROWS = 6;                          // outputs whose sums are in registers,
-constexpr int COLUMNS = LANES == 16 ? 4 : 2;     // by vectors of tokens
-constexpr int64_t PANEL = COLUMNS * LANES;       // tokens of a panel
-constexpr int64_t PANELS = 64 / PANEL;           // that go through a block of weights together
+constexpr int ROWS = 6;                          // outputs whose sums are in registers
+constexpr int COLUMNS = LANES == 16 ? 4 : 2;     // vectors of tokens whose sums are in registers
+constexpr int64_t PANEL = COLUMNS * LANES;       // tokens per panel
+constexpr int64_t PANELS = 64 / PANEL;           // panels that use a block of weights together
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// sums [rows][PANEL] (+)= weights [rows][depth] x [depth][vectors], of vectors of tokens.
+// sums [rows][PANEL] (+)= weights [rows][depth] x [depth][vectors], with tokens in the vectors.
 template <bool add, int N = COLUMNS>
 void block(int64_t vectors, int64_t rows, int64_t depth, const float* weights, int64_t stride, const float* x, float* sums) {
     if constexpr (N > 1)
@@ -44,7 +44,7 @@ void pack(const Product& p, const Panels& panels, float* packed) {
     for (int64_t panel = 0; panels.begin + panel * PANEL < panels.end; ++panel) {
         const int64_t tokens = tokens_of(panels, panel), width = vectors_of(tokens) * LANES;
         const T* const from = static_cast<const T*>(p.x.data) + (panels.begin + panel * PANEL) * p.x.stride;
-        constexpr int64_t STEP = 16;  // columns at a time, a cache line of each token
+        constexpr int64_t STEP = 16;  // columns per step, one cache line per token
         for (int64_t first = 0; first < p.x.columns; first += STEP) {
             const int64_t last = first + STEP < p.x.columns ? first + STEP : p.x.columns;
             for (int64_t token = 0; token < tokens; ++token)
@@ -98,7 +98,7 @@ void multiply(const Product& p, const Panels& panels, const float* packed, int64
     const T* const weights = static_cast<const T*>(panels.weight) + first * p.weight_stride;
     const int64_t inputs = p.x.columns, part_inputs = inputs / p.parts;
     const int64_t count = (panels.end - panels.begin + PANEL - 1) / PANEL;
-    int64_t depth = 0;  // of the pairwise sum's stack
+    int64_t depth = 0;  // depth of the stack of the pairwise sum
     for (int64_t part = 0; part < p.parts; ++part) {
         float* const sums = level + depth * PANELS * SUMS;
         for (int64_t begin = 0; begin < part_inputs; begin += DEPTH) {
@@ -113,7 +113,7 @@ void multiply(const Product& p, const Panels& panels, const float* packed, int64
                 x += width * inputs;
             }
         }
-        for (int64_t i = part; i & 1; i >>= 1) {  // the second of two neighbors: their sum takes the first one's place
+        for (int64_t i = part; i & 1; i >>= 1) {  // second of two neighbors: their sum replaces the first
             float* const right = level + depth * PANELS * SUMS;
             float* const left_sum = right - PANELS * SUMS;
             for (int64_t j = 0; j < count * SUMS; j += LANES) store(left_sum + j, load(left_sum + j) + load(right + j));
@@ -167,7 +167,7 @@ void square_sums(const Matrix& x, int64_t parts, float* out, int64_t begin, int6
     for (int64_t row = begin; row < end; ++row) out[row] = square_sum(row_of<T>(x, row), x.columns, parts);
 }
 
-// Calls f(vector of x's row, where it begins) -> vector of out's row.
+// Calls f(vector of the row of x, its first index) -> vector of the row of out.
 template <typename T, typename F>
 INLINE void map_row(const Matrix& x, const Output& out, int64_t row, F f) {
     const T* const from = row_of<T>(x, row);
@@ -187,7 +187,7 @@ void scale_rows(const Matrix& x, const float* factors, const Matrix& weight, con
         });
 }
 
-INLINE Float sigmoid(Float x) {  // exp(-x) is infinite below -88, and 1 / infinity is 0
+INLINE Float sigmoid(Float x) {  // for x below -88 exp(-x) is infinite, and 1 / infinity is 0
     const Float e = exp2(maximum(x, splat(-88.0f)) * -LOG2_E);
     return 1.0f / (1.0f + e);
 }

@@ -1,5 +1,5 @@
 // Python module megatron_rl.ops._masked_log_softmax: the kernels on tensors. Shapes are in masked_log_softmax/cpu.h; the
-// caller (megatron_rl/ops/masked_log_softmax.py) has checked the arguments, what is checked here keeps memory safe.
+// caller (megatron_rl/ops/masked_log_softmax.py) checks the arguments; the checks here only protect memory.
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
@@ -50,8 +50,8 @@ Tensor rows_of_floats(int64_t count, const Tensor& logits) {
     return at::empty({count, logits.size(0)}, logits.options().dtype(at::kFloat));
 }
 
-// Calls on_cpu(isa, rows) on all threads, or on_cuda(stream) on the logits' device. on_cuda is a template, so that a build
-// without CUDA needs nothing of what it calls.
+// Calls on_cpu(isa, rows) on all threads, or on_cuda(stream) on the device of the logits. on_cuda is a template, so that a
+// build without CUDA does not need the functions that it calls.
 template <typename OnCpu, typename OnCuda>
 void launch(const Tensor& logits, OnCpu on_cpu, [[maybe_unused]] OnCuda on_cuda) {
     pybind11::gil_scoped_release release;
@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor> extremes_and_sums(const Tensor& logits, const Tensor&
     return {first, second};
 }
 
-// Calls each(row): the CPU's form of a kernel with a thread a row.
+// Calls each(row): the CPU version of a kernel with one thread per row.
 template <typename Each>
 auto of_rows(Each each) {
     return [=](Isa, msk::Range rows) {

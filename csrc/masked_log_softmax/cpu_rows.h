@@ -1,11 +1,11 @@
-// The row kernels, compiled once per instruction set: see for_each_isa.h. Inside, d is in units of log 2:
+// The row kernels, compiled once per instruction set: see for_each_isa.h. Inside the kernels d is in units of log 2:
 // scale = log2(e) / temperature.
 
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
-constexpr float LEAST = -150;  // 2^LEAST is 0; stands for -inf, whose product with 0 would be NaN
+constexpr float LEAST = -150;  // 2^LEAST is 0; used instead of -inf, whose product with 0 would be NaN
 constexpr int UNROLL = 4;
 constexpr int64_t STRIDE = UNROLL * LANES;
-constexpr int64_t BLOCK = 64 * STRIDE;  // so many terms are added in fp32 before they go into fp64
+constexpr int64_t BLOCK = 64 * STRIDE;  // number of terms that are added in fp32 before the sum goes into fp64
 
 template <typename T>
 float row_maximum(const T* x, int64_t n) {
@@ -25,7 +25,7 @@ float row_maximum(const T* x, int64_t n) {
     return any(nan) ? INFINITY : largest(most[0]);
 }
 
-// On the integers, at half the instructions: this pass is a good part of the forward.
+// The maximum is found on integers with half the instructions, because this pass is a large part of the forward.
 inline float row_maximum(const Bf16* x, int64_t n) {
     constexpr int64_t WIDTH = 2 * LANES;
     constexpr int16_t INFINITE = 0x7f80;
@@ -70,11 +70,11 @@ Sums row_sums(const T* x, int64_t n, float most, float threshold, float scale) {
             const Float kept = masked ? select(v >= limit, e, Float{}) : e;
             safe[u] += kept;
             if (masked) pruned[u] += e - kept;  // e or 0
-            if (entropy) weighted[u] += select(kept > 0.0f, kept * d, Float{});  // 0 * -inf is not 0
+            if (entropy) weighted[u] += select(kept > 0.0f, kept * d, Float{});  // 0 * -inf would be NaN
         };
         int64_t i = start;
         for (; i + STRIDE <= end; i += STRIDE) {
-            // The next row is on its way into the second-level cache while this one is worked on.
+            // Prefetch the next row into the second-level cache while this row is processed.
             for (size_t line = 0; line < STRIDE * sizeof(T); line += 64)
                 __builtin_prefetch(reinterpret_cast<const char*>(x + i + n) + line, 0, 2);
             for (int u = 0; u < UNROLL; u += 2) {
@@ -123,7 +123,7 @@ const T* row_of(const Logits& logits, int64_t row) {
     return static_cast<const T*>(logits.data) + row * logits.columns;
 }
 
-// This rank's column of a row's target, -1 where it has none.
+// Column of the row's target on this rank, -1 if the target is on another rank or ignored.
 inline int64_t column_of(const Targets& targets, const Logits& logits, int64_t row) {
     const int64_t column = targets.ids[row] - targets.first_column;
     return column >= 0 && column < logits.columns ? column : -1;

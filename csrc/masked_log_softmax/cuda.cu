@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t MOST_COLUMNS = int64_t{1} << 30;  // indices inside a row are 32-bit
 
-// Calls body(T{}, N) with the type of the logits and the size of the packs that they, and what is like them, allow.
+// Calls body(T{}, N) with the type of the logits and the pack size that the addresses of all arrays allow.
 template <typename Body>
 void with_packs(const char* launcher, const Logits& logits, const void* like_logits, Body body) {
     if (logits.columns > MOST_COLUMNS) throw std::runtime_error(std::string(launcher) + ": rows of more than 2^30 logits");
@@ -26,7 +26,7 @@ void with_packs(const char* launcher, const Logits& logits, const void* like_log
     logits.bf16 ? with_size(Bf16{}) : with_size(float{});
 }
 
-// Threads for a group of packs each, in whole warps.
+// Number of threads if each processes a group of packs, in whole warps.
 template <int N>
 int threads_for(int64_t packs) {
     constexpr int packs_per_warp = GROUP<N> * WARP;

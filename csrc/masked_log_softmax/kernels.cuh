@@ -1,6 +1,6 @@
-// The row kernels on the GPU: a block a row. To read a row twice, the second time from its end, where it is still in the L2
-// cache, is faster than to hold it in the shared memory of a cluster of blocks, whose barriers keep loads and sums apart
-// (H200: docs/results.md). Inside, d is in units of log 2: scale = log2(e) / temperature.
+// The row kernels on the GPU: one block per row. The kernels read a row twice, the second time from its end, which is still in
+// the L2 cache. This is faster than holding the row in the shared memory of a cluster of blocks, whose barriers separate loads
+// and sums (H200: docs/results.md). Inside the kernels d is in units of log 2: scale = log2(e) / temperature.
 #pragma once
 
 #include "device.cuh"
@@ -11,13 +11,13 @@
 namespace masked_log_softmax::cuda {
 
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
-constexpr float LOWEST = -150.0f;  // stands for d = -inf: 2^d is 0, and so is 0 * d
-constexpr int THREADS = 512;       // of a block at most
-constexpr int ROWS = 128;          // of a block with a thread a row
+constexpr float LOWEST = -150.0f;  // replaces d = -inf: 2^d is 0, and 0 * d is 0
+constexpr int THREADS = 512;       // largest number per block
+constexpr int ROWS = 128;          // rows per block, for kernels with one thread per row
 template <int N>
 constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N logits
 
-// Shared by the threads of a block.
+// Data that the threads of a block share.
 struct Scratch {
     float maxima[1][MOST_WARPS], sums[3][MOST_WARPS];
     float maximum, threshold;
@@ -28,7 +28,7 @@ __device__ const Pack<T, N>* packs_of(const Logits& logits, int64_t row) {
     return reinterpret_cast<const Pack<T, N>*>(static_cast<const T*>(logits.data) + row * logits.columns);
 }
 
-// This rank's column of a row's target, -1 where it has none.
+// Column of the row's target on this rank, -1 if the target is on another rank or ignored.
 __device__ inline int64_t column_of(const Targets& targets, const Logits& logits, int64_t row) {
     const int64_t column = targets.ids[row] - targets.first_column;
     return column >= 0 && column < logits.columns ? column : -1;
@@ -40,7 +40,7 @@ __device__ float target_logit(const Targets& targets, const Logits& logits, int6
     return column < 0 ? -INFINITY : to_float(static_cast<const T*>(logits.data)[row * logits.columns + column]);
 }
 
-// The largest logit, NaN if there is one: thread 0's result.
+// The largest logit, or NaN if the row has one; thread 0 gets the result.
 template <typename T, int N>
 __device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch) {
     float most[1] = {-INFINITY};
@@ -55,7 +55,8 @@ __device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch
     return most[0];
 }
 
-// e^d over the safe set, e^d outside of it, d e^d over the safe set, added up from the row's end: thread 0's result.
+// Sums of e^d over the safe set, e^d outside of it, and d e^d over the safe set, from the end of the row. Thread 0 gets the
+// result.
 template <typename T, int N>
 __device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch& scratch, float (&total)[3]) {
     const float most = scratch.maximum, threshold = scratch.threshold;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
 }
 
-// A thread a row.
+// One thread per row.
 __global__ void finish_kernel(const int64_t* ids, int64_t rows, int64_t vocabulary, const float* extremes, const float* sums,
                               Options options, Values values) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -146,7 +147,7 @@ __global__ void factors_kernel(const int64_t* ids, int64_t rows, Slopes slopes, 
     if (row < rows) factors_row(row, ids, rows, slopes, temperature, factors);
 }
 
-// In place where `gradient` is the logits: a thread writes a pack after it has read it.
+// `gradient` may be the logits: a thread writes a pack only after it has read the pack.
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 2)
     gradient_kernel(Logits logits, Targets targets, const float* maximum, const float* factors, Options options,

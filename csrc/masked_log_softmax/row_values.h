@@ -1,5 +1,6 @@
-// What follows from a row's sums, and how its gradient follows from its values': a few numbers a row. The CPU has it in plain
-// torch, whose logarithm has other bits: finish and factors of megatron_rl/ops/masked_log_softmax_torch.py.
+// The values of a row from its sums, and the factors of its gradient from the gradients of its values: a few numbers per row.
+// On the CPU this is plain torch, whose logarithm has other bits: finish and factors in
+// megatron_rl/ops/masked_log_softmax_torch.py.
 #pragma once
 
 #include "masked_log_softmax/threshold.h"
@@ -16,7 +17,7 @@ struct RowSums {
 struct RowValues {
     float log_prob, coverage, entropy, margin, pruned;
     bool in_support;
-    bool bad_logits;  // NaN, +inf or nothing above -inf; the numbers of such a row mean nothing
+    bool bad_logits;  // NaN, +inf or no logit above -inf; the values of such a row are meaningless
     bool outside;     // the target is not in the vocabulary
 };
 
@@ -36,7 +37,7 @@ HOST_DEVICE inline RowValues values_of(int64_t target, int64_t vocabulary, const
     return found;
 }
 
-// All rows' arrays: ids [T], extremes [2, T], sums [3, T].
+// Arrays of all rows: ids [T], extremes [2, T], sums [3, T].
 HOST_DEVICE inline void finish_row(int64_t row, const int64_t* ids, int64_t rows, int64_t vocabulary, const float* extremes,
                                    const float* sums, const Options& options, const Values& values) {
     const RowSums found{extremes[row], extremes[rows + row], sums[row], sums[rows + row], sums[2 * rows + row]};
@@ -55,7 +56,7 @@ struct RowFactors {
     float factor, slope, at_target;  // of gradient in cpu.h
 };
 
-// entropy and grad_entropy: 0 where there are none.
+// entropy and grad_entropy: 0 if they are not given.
 HOST_DEVICE inline RowFactors factors_of(int64_t target, bool in_support, float safe, float entropy, float grad_log_prob,
                                          float grad_entropy, float temperature) {
     RowFactors found{0, 0, 0};

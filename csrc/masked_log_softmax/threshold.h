@@ -1,4 +1,4 @@
-// Where the safe set of a row begins, on the logits themselves: shared by the CPU and the CUDA kernels.
+// Threshold of the safe set of a row, in terms of the unscaled logits; shared by the CPU and the CUDA kernels.
 #pragma once
 
 #include <cfloat>
@@ -26,16 +26,16 @@ HOST_DEVICE inline float from_ordered(int32_t i) {
     return x;
 }
 
-// The smallest float x with fl(x / temperature) >= fl(fl(maximum / temperature) + log_rho), for log_rho <= 0. Rounded
-// division keeps the order, so {x >= threshold} is the set as it is defined on the scaled logits, bit by bit, without a
-// division per logit. Never -inf: a logit of -inf belongs to no set. FLT_MAX where maximum / temperature is not finite.
+// The smallest float x with fl(x / temperature) >= fl(fl(maximum / temperature) + log_rho), for log_rho <= 0. Rounded division
+// keeps the order, so {x >= threshold} is exactly the set defined on the scaled logits, without a division per logit. The
+// threshold is never -inf, because a logit of -inf is in no set. It is FLT_MAX if maximum / temperature is not finite.
 HOST_DEVICE inline float raw_threshold(float maximum, float log_rho, float temperature) {
     const float most = maximum / temperature;
     if (!(fabsf(most) <= FLT_MAX)) return FLT_MAX;
     const float bound = most + log_rho;
     if (!(-FLT_MAX / temperature < bound)) return -FLT_MAX;
     if (temperature == 1.0f) return bound;
-    // The threshold lies in (low, high]: at first a few steps around its estimate, else anywhere.
+    // The threshold is in (low, high]: first try a few steps around its estimate, then the whole range.
     const float estimate = fminf(fmaxf(bound * temperature, -FLT_MAX), maximum);
     int32_t low = ordered(estimate) - 8, high = ordered(estimate) + 8;
     if (low < ordered(-FLT_MAX) || from_ordered(low) / temperature >= bound) low = ordered(-FLT_MAX);

@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels are given. Rows are contiguous, `columns` logits each (this rank's share of the
+// Arguments of the CPU and the CUDA kernels. Rows are contiguous and have `columns` logits each (this rank's share of the
 // vocabulary).
 #pragma once
 
@@ -13,24 +13,24 @@ struct Logits {
 };
 
 struct Targets {
-    const int64_t* ids;    // [T], of the whole vocabulary
+    const int64_t* ids;    // [T], ids of the whole vocabulary
     int64_t first_column;  // the id of this rank's first column
 };
 
-// What all rows of a call have in common.
+// Options that all rows of a call share.
 struct Options {
     float log_rho;  // -inf: the whole vocabulary
     float temperature;
     bool with_entropy;
 };
 
-// Where a row's values go, [T] each; null: not asked for.
+// Outputs of all rows, [T] each; null: not requested.
 struct Values {
     float *log_probs, *coverage, *entropy, *margin, *pruned;
     bool *in_support, *bad_logits, *outside;
 };
 
-// What the gradient's factors are made of, [T] each; null: not there, or no gradient.
+// Inputs for the factors of the gradient, [T] each; null: missing, or no gradient.
 struct Slopes {
     const bool* in_support;
     const float *safe, *entropy, *grad_log_probs, *grad_entropy;

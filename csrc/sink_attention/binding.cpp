@@ -1,5 +1,5 @@
-// Python module megatron_rl.ops._sink_attention. The caller (megatron_rl/ops/sink_attention.py) has checked the arguments,
-// what is checked here keeps memory safe.
+// Python module megatron_rl.ops._sink_attention. The caller (megatron_rl/ops/sink_attention.py) checks the arguments; the
+// checks here only protect memory.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -34,7 +34,7 @@ void check(const Tensor& x, const char* name, at::IntArrayRef shape, const Tenso
                       " must be ", type, " ", shape, ", contiguous, on ", like.device());
 }
 
-// A pack's borders: int64 [S + 1] on the CPU, rising from 0 to the number of tokens.
+// Borders of packed sequences: int64 [S + 1] on the CPU, rising from 0 to the number of tokens.
 const int64_t* borders(const Tensor& cu_seqlens, const char* name, int64_t tokens) {
     TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0 && cu_seqlens.is_contiguous() &&
                           cu_seqlens.is_cpu() && cu_seqlens.scalar_type() == at::kLong,
@@ -76,13 +76,13 @@ Call prepare(const Tensor& q, const Tensor& k, const Tensor& v, const std::optio
     return call;
 }
 
-// Calls task(i, scratch) for i in [0, count) on all threads; each takes the next task when it is done with one.
+// Calls task(i, scratch) for i in [0, count) on all threads; a thread takes the next task when it has finished one.
 template <typename Task>
 void run(int64_t count, int64_t scratch_floats, Task task) {
     if (count == 0) return;
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t begin, int64_t end) {
-        for (; begin < end; ++begin) {  // more than once only where there are fewer threads than asked for
+        for (; begin < end; ++begin) {  // more than one iteration only if there are fewer threads than requested
             const size_t bytes = (scratch_floats * sizeof(float) + 63) / 64 * 64;
             const std::unique_ptr<float, decltype(&std::free)> scratch(static_cast<float*>(std::aligned_alloc(64, bytes)),
                                                                        &std::free);
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     return {out, lse};
 }
 
-// -sum over tokens of exp(sink - lse) delta, head by head in one order: torch's sum follows the number of threads.
+// -sum over tokens of exp(sink - lse) delta, per head in a fixed order. The order of torch's sum depends on the thread count.
 Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
     Tensor grad = at::empty_like(sinks);
     const float *const s = sinks.const_data_ptr<float>(), *const l = lse.const_data_ptr<float>();
@@ -125,7 +125,7 @@ Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta
     return grad;
 }
 
-// (grad_q, grad_k, grad_v) of q's type and grad_sinks fp32, None without sinks.
+// Returns (grad_q, grad_k, grad_v) in the type of q, and grad_sinks in fp32 (None without sinks).
 std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                                    const Tensor& v, const std::optional<Tensor>& sinks,
                                                                    const Tensor& out, const Tensor& lse, const Tensor& cu_q,
@@ -161,13 +161,14 @@ std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor&
 }
 
 #ifdef WITH_CUDA
-// On CUDA the work is torch's flash attention (or what torch.nn.attention.activate_flash_attention_impl has put in its place),
-// which knows nothing of sinks; sink_attention/cuda.h says what is added to it. Borders here are int32 [S + 1] on the device.
+// On CUDA torch's flash attention does the work (or the implementation set by activate_flash_attention_impl of
+// torch.nn.attention). It does not support sinks; sink_attention/cuda.h describes what is added for them. Borders are int32
+// [S + 1] on the device.
 
 struct Flash {
     sink::cuda::Shape shape;
-    std::optional<int64_t> left, right;  // of the window
-    int64_t padding;                     // columns that v lacks: the kernel wants q's width
+    std::optional<int64_t> left, right;  // size of the window
+    int64_t padding;                     // columns to add to v: the kernel requires the width of q
 };
 
 Flash prepare_flash(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks, const Tensor& cu_q,
@@ -190,7 +191,7 @@ Flash prepare_flash(const Tensor& q, const Tensor& k, const Tensor& v, const std
 
 Tensor pad(const Tensor& x, int64_t columns) { return columns ? at::constant_pad_nd(x, {0, columns}) : x; }
 
-// (out, lse [H, Tq], and two tensors that the backward wants)
+// Returns out, lse [H, Tq], and two tensors for the backward.
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                          const std::optional<Tensor>& sinks, const Tensor& cu_q,
                                                          const Tensor& cu_k, int64_t max_q, int64_t max_k, int64_t window,
@@ -202,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_forward(const Tensor& q, const 
         const Tensor none = at::empty({0}, q.options().dtype(at::kFloat));
         return {at::empty({0, q.size(1), v.size(2)}, q.options()), none.view({q.size(1), 0}), none, none};
     }
-    // At a longest length of 1 FlashAttention 2 takes a path for decoding, in which each sequence has exactly one query.
+    // If the longest length is 1, FlashAttention 2 uses its decoding path, in which each sequence has exactly one query.
     max_q = std::max<int64_t>(max_q, 2);
     auto [out, lse, rng_state, unused, debug] =
         at::_flash_attention_forward(q, k, pad(v, flash.padding), cu_q, cu_k, max_q, max_k, /*dropout_p=*/0.0,

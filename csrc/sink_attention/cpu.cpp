@@ -4,9 +4,9 @@
 
 namespace {
 
-constexpr int64_t LANE_BLOCK = 64;  // queries times heads of a block
+constexpr int64_t LANE_BLOCK = 64;  // queries times heads per block
 constexpr int64_t KEY_BLOCK = 64;
-constexpr int64_t CHUNK = 512;  // positions of one task of the backward
+constexpr int64_t CHUNK = 512;  // positions per task of the backward
 
 }  // namespace
 
@@ -48,7 +48,7 @@ std::vector<std::vector<std::vector<Tile>>> backward_rounds(const Problem& probl
     std::vector<std::vector<std::vector<Tile>>> rounds;
     for (int64_t s = 0; s < sequences; ++s) {
         const int64_t queries = cu_q[s + 1] - cu_q[s], keys = cu_k[s + 1] - cu_k[s], before = keys - queries;
-        for (int64_t chunk = 0; chunk * CHUNK < keys && queries; ++chunk) {  // of the keys
+        for (int64_t chunk = 0; chunk * CHUNK < keys && queries; ++chunk) {  // chunks of keys
             const int64_t key_begin = chunk * CHUNK, key_end = std::min(keys, key_begin + CHUNK);
             for (int64_t round = 0; (chunk + round) * CHUNK < keys; ++round) {
                 const int64_t begin = std::max(before, (chunk + round) * CHUNK);

@@ -8,7 +8,7 @@
 
 namespace sink_attention {
 
-// Packed tensors: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], all contiguous and of one type; sinks [H] or null.
+// Packed tensors: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], all contiguous, with one element type; sinks [H] or null.
 struct Problem {
     const void *q, *k, *v;
     const float* sinks;
@@ -18,15 +18,15 @@ struct Problem {
     int64_t window;  // 0: none
 };
 
-// Queries that are worked on together. Positions are those of the sequence's keys; the last query stands at the last key.
+// Queries that are processed together. Positions count the keys of the sequence; the last query is at the last key.
 struct QueryBlock {
-    int64_t query, count;  // first query's row in q
-    int64_t position;      // its position in its sequence
-    int64_t key;           // row of the sequence's first key in k
+    int64_t query, count;  // row of the first query in q
+    int64_t position;      // position of the first query in its sequence
+    int64_t key;           // row of the first key of the sequence in k
     int64_t kv_head;
 };
 
-// A block of queries and the keys [key_begin, key_end) of its sequence (positions) that one task of the backward works on.
+// One task of the backward: a block of queries and the keys [key_begin, key_end) of its sequence (positions).
 struct Tile {
     QueryBlock queries;
     int64_t key_begin, key_end;
@@ -34,18 +34,18 @@ struct Tile {
 
 int64_t queries_per_block(const Problem& problem);
 
-// All blocks of a pack, those with the most keys first. cu_q, cu_k [sequences + 1].
+// All blocks of the packed sequences, blocks with the most keys first. cu_q, cu_k [sequences + 1].
 std::vector<QueryBlock> query_blocks(const Problem& problem, const int64_t* cu_q, const int64_t* cu_k, int64_t sequences);
 
-// The backward's tasks in rounds. Tasks of a round write to different rows, and what is added to one row is added round by
-// round: the result does not depend on the threads.
+// The tasks of the backward in rounds. The tasks of a round write to different rows, and additions to a row happen round by
+// round, so that the result does not depend on the threads.
 std::vector<std::vector<std::vector<Tile>>> backward_rounds(const Problem& problem, const int64_t* cu_q, const int64_t* cu_k,
                                                             int64_t sequences);
 
-// Floats of scratch memory that forward and backward need, 64-byte aligned.
+// Number of floats of scratch memory (64-byte aligned) for forward and backward.
 int64_t scratch_floats(const Problem& problem);
 
-// out [Tq, H, Dv] of q's type, lse [H, Tq]: log of the softmax's denominator, the sink included.
+// Writes out [Tq, H, Dv] in the type of q, and lse [H, Tq]: log of the softmax denominator, including the sink.
 void forward(Isa isa, const Problem& problem, const QueryBlock& block, void* out, float* lse, float* scratch);
 
 // delta [H, Tq] = sum over Dv of grad * out, for the queries [begin, end).

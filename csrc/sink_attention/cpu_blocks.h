@@ -1,13 +1,13 @@
 // The block kernels, compiled once per instruction set: see for_each_isa.h.
 //
-// Queries lie in the vectors' lanes: lane i * G + g is query i of the block with head g of the G that share a key head.
-// Scores S^T [keys][lanes] and outputs O^T [D][lanes] then need no sums across lanes, and every product is of one form:
-// C += A B with A read as scalars, in whatever order it lies in memory, and B and C row by row as vectors.
+// Queries lie in the lanes of the vectors: lane i * G + g is query i of the block with head g of the G heads that share a key
+// head. Scores S^T [keys][lanes] and outputs O^T [D][lanes] then need no sums across lanes. Every product has the form
+// C += A B, with A read as scalars in any memory layout, and B and C read row by row as vectors.
 
 #include "product.h"
 
-constexpr int ROWS = 4;                              // of C in registers
-constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // of C in registers, in vectors
+constexpr int ROWS = 4;                              // rows of C in registers
+constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // columns of C in registers, in vectors
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 
 // C [rows, columns] = (add ? C : 0) + A [rows, depth] B [depth, columns]; columns is a multiple of LANES.
@@ -21,7 +21,7 @@ void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64
         if (columns) product<add, N - 1>(rows, columns, depth, a, a_row, a_column, b, b_row, c, c_row);
 }
 
-// Keys or values as fp32 rows: in place, or converted into `scratch` [count, dim].
+// Returns keys or values as fp32 rows: in place, or converted into `scratch` [count, dim].
 struct Rows {
     const float* data;
     int64_t stride;
@@ -43,9 +43,9 @@ inline Rows fp32_rows(const Bf16* x, int64_t count, int64_t stride, int64_t dim,
     return {scratch, dim};
 }
 
-// What a block of queries needs: how its lanes map to rows of [Tq, H, *].
+// Mapping from the lanes of a block of queries to rows of [Tq, H, *].
 struct Lanes {
-    int64_t used, padded, groups, heads, first_row;  // first_row: of [Tq * H]
+    int64_t used, padded, groups, heads, first_row;  // first_row: row of [Tq * H]
     int64_t row(int64_t lane) const { return first_row + lane / groups * heads + lane % groups; }
 };
 
@@ -54,7 +54,7 @@ inline Lanes lanes_of(const Problem& p, const QueryBlock& block) {
     return {used, (used + LANES - 1) / LANES * LANES, groups, p.heads, block.query * p.heads + block.kv_head * groups};
 }
 
-// rows [used][dim] of x, times factor, as columns: out [dim][padded], zeros in the lanes that are not used.
+// Writes rows [used][dim] of x, times factor, as columns: out [dim][padded], with zeros in unused lanes.
 template <typename T>
 void to_columns(const T* x, const Lanes& lanes, int64_t dim, float factor, float* out) {
     for (int64_t lane = 0; lane < lanes.padded; ++lane) {
@@ -64,7 +64,7 @@ void to_columns(const T* x, const Lanes& lanes, int64_t dim, float factor, float
     }
 }
 
-// The same rows as they are: out [padded][width], zeros beyond dim and in the lanes that are not used.
+// Writes the same rows as rows: out [padded][width], with zeros beyond dim and in unused lanes.
 template <typename T>
 void to_rows(const T* x, const Lanes& lanes, int64_t dim, int64_t width, float* out) {
     for (int64_t lane = 0; lane < lanes.padded; ++lane) {
@@ -79,7 +79,7 @@ void to_rows(const T* x, const Lanes& lanes, int64_t dim, int64_t width, float* 
     }
 }
 
-// Position of each lane's query. Unused lanes stand where the last one stands.
+// Position of the query of each lane. Unused lanes have the position of the last query.
 inline void positions_of(const QueryBlock& block, const Lanes& lanes, int32_t* positions) {
     for (int64_t lane = 0; lane < lanes.padded; ++lane)
         positions[lane] = block.position + (lane < lanes.used ? lane : lanes.used - 1) / lanes.groups;
@@ -91,20 +91,20 @@ INLINE Int load_positions(const int32_t* p) {
     return x;
 }
 
-// Whether the query at `position` sees `key`: -1 or 0 in each lane.
+// -1 in each lane whose query at `position` sees `key`, else 0.
 INLINE Int sees(Int position, int64_t key, int64_t window) {
     const Int j = (int32_t)key - Int{};
     const Int causal = j <= position;
     return window ? causal & (j > position - (int32_t)window) : causal;
 }
 
-// Whether some query of the block does not see some key of [begin, end).
+// True if any query of the block does not see any one key of [begin, end).
 inline bool needs_mask(const Problem& p, const QueryBlock& block, int64_t begin, int64_t end) {
     return end - 1 > block.position || (p.window && begin <= block.position + block.count - 1 - p.window);
 }
 
-// Blocks of keys begin at multiples of KEY_BLOCK whatever the window: a query's sums are then cut in the same places among
-// whichever other queries it is worked on, and so have the same bits in a prefill, in a decode and in the trainer.
+// Blocks of keys begin at multiples of KEY_BLOCK for every window. The sums of a query are then cut at the same keys, whatever
+// other queries are in the block, and have the same bits in a prefill, in a decode and in the trainer.
 inline int64_t first_key(const Problem& p, const QueryBlock& block) {
     return p.window && block.position >= p.window ? (block.position - p.window + 1) / KEY_BLOCK * KEY_BLOCK : 0;
 }
@@ -159,7 +159,7 @@ void forward(const Problem& p, const QueryBlock& block, void* out, float* lse, f
                 }
                 now = maximum(s, now);
             }
-            // A query may see none of these keys, and none before them: -inf - -inf must not arise.
+            // A query may see none of these keys and none before them; avoid -inf minus -inf in this case.
             const Float origin = select(now == -INFINITY, Float{}, now);
             const Float factor = exp2(before - origin);
             Float sum = load(total + lane) * factor;
@@ -210,7 +210,7 @@ void delta(const Problem& p, const void* grad, const void* out, float* delta, in
     }
 }
 
-// C [rows, dim] += A [rows, depth] B [depth, width], where C's rows of `dim` floats may be no multiple of a vector.
+// C [rows, dim] += A [rows, depth] B [depth, width]. The rows of C (`dim` floats) need not be a multiple of a vector.
 inline void add_product(int64_t rows, int64_t dim, int64_t width, int64_t depth, const float* a, int64_t a_row,
                         const float* b, float* c, int64_t c_row, float* scratch) {
     if (width == dim) {
@@ -253,7 +253,7 @@ void backward(const Problem& p, const Tile& tile, const void* grad, const float*
     positions_of(block, lanes, positions);
     for (int64_t lane = 0; lane < n; ++lane) {
         const int64_t row = lanes.row(lane), at = row % p.heads * p.q_tokens + row / p.heads;
-        lane_lse[lane] = lane < lanes.used ? lse[at] * LOG2_E : INFINITY;  // an unused lane's weights are 0
+        lane_lse[lane] = lane < lanes.used ? lse[at] * LOG2_E : INFINITY;  // the weights of an unused lane are 0
         lane_delta[lane] = lane < lanes.used ? delta[at] : 0.0f;
     }
     std::memset(sum_q, 0, p.dim * n * sizeof(float));

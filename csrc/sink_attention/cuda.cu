@@ -8,7 +8,7 @@
 namespace sink_attention::cuda {
 namespace {
 
-// Calls body(T{}, N) with the type and the size of the packs that the addresses and the width allow.
+// Calls body(T{}, N) with the element type and the pack size that the addresses and the width allow.
 template <typename Body>
 void with_packs(const Shape& shape, const void* a, const void* b, Body body) {
     auto with_size = [&](auto type) {

@@ -1,5 +1,5 @@
-// A block works on TOKENS tokens of one head: first on a number per token, then on the tokens' vectors in packs. Heads run
-// fastest over the blocks, so that what runs at the same time lies together in memory.
+// A block processes TOKENS tokens of one head: first one number per token, then the vectors of the tokens in packs. The head is
+// the fastest block index, so that blocks that run at the same time use neighboring memory.
 #pragma once
 
 #include "device.cuh"
@@ -8,14 +8,14 @@ namespace sink_attention::cuda {
 
 constexpr int THREADS = 256, TOKENS = 128;
 template <int N>
-constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N numbers
+constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N elements
 
-// The packs of a block's tokens, and whose token the i-th is.
+// The packs of the tokens of a block, and the token to which pack i belongs.
 template <int N, typename T>
 struct Tile {
     int64_t head, first_token;
     int tokens, packs_per_token;
-    int64_t stride, begin;  // in packs, the stride from token to token
+    int64_t stride, begin;  // in packs; stride: from token to token
 
     __device__ Tile(int64_t all_tokens, int heads, int width)
         : head(blockIdx.x % heads),
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS)
         [] {});
 }
 
-// workspace [blocks, heads]: the sums over a block's tokens.
+// workspace [blocks, heads]: sums over the tokens of each block.
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
     partial_gradient_kernel(const Pack<T, N>* grad_o, const Pack<T, N>* o, const float* lse, const float* sinks, int64_t tokens,
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) workspace[blockIdx.x] = total[0];
 }
 
-// A block per head.
+// One block per head.
 __global__ void __launch_bounds__(THREADS)
     total_gradient_kernel(const float* workspace, int blocks, int heads, float* grad_sinks) {
     struct Scratch {

@@ -1,4 +1,4 @@
 """Mathematics on tensors: advantages, losses, preferences, KL, off-policy correction. No Megatron, no I/O.
 
-Pure functions; the controllers of the KL's coefficient (`kl.py`) alone have a state, one number.
+All functions are pure. Only the controllers of the KL coefficient (`kl.py`) hold state, which is one number.
 """

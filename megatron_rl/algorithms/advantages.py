@@ -1,4 +1,4 @@
-"""Advantages: how much better a response was than its baseline. Arithmetic in fp64, results in the input's dtype."""
+"""Advantages: reward of a response relative to a baseline. Arithmetic is in fp64; results have the dtype of the input."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from megatron_rl.algorithms.kl import check_positive
 
 SUM_ERROR = 1024 * torch.finfo(torch.float64).eps
-"""Bounds the relative rounding of a sum in fp64, whose order is a tree's, or a chain's over so many micro-batches and ranks."""
+"""Bound of the relative rounding error of a sum in fp64: a tree, or a chain of up to 1024 micro-batches and ranks."""
 
 
 def _groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group index [N], group sizes [G] and "has spread" [G].
+    """Return the group index [N], group sizes [G] and "has spread" [G].
 
-    A group has spread when its rewards differ by more than rounding: rewards that are sums of weighted parts can differ
-    in the last bit, and dividing by such a "standard deviation" would turn noise into advantages of +-1.
+    A group has spread if its rewards differ by more than rounding. Rewards that are sums of weighted parts can differ in the
+    last bit. A division by such a "standard deviation" would turn noise into advantages of +-1.
     """
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise ValueError(f"rewards {list(rewards.shape)} and group_ids {list(group_ids.shape)}: both must be [N]")
@@ -38,13 +38,13 @@ def _result(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
-    """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): (r - group mean) / group standard deviation.
+    """Return GRPO's advantages: (r - group mean) / group standard deviation. Without `normalize`: r - mean (Dr. GRPO).
 
-    Without `normalize` only r - mean (Dr. GRPO).
+    Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2.
 
-    rewards: [N], group_ids: [N] in any order -> [N]. The standard deviation is that of the group itself (divided by its
-    size, not by size - 1). A group without spread, also one of a single response, gives exact zeros.
-    Errors: ValueError for shapes that differ and for a reward that is not finite.
+    rewards: [N], group_ids: [N] in any order -> [N]. The standard deviation is the population's (divided by the group size,
+    not by size - 1). A group without spread, also a group of a single response, gives exact zeros.
+    Errors: ValueError if the shapes differ or a reward is not finite.
     """
     index, sizes, spread = _groups(rewards, group_ids)
     return _result(_standard(rewards.double(), index, sizes, spread, normalize), rewards)
@@ -53,7 +53,7 @@ def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize:
 def _standard(
     exact: torch.Tensor, index: torch.Tensor, sizes: torch.Tensor, spread: torch.Tensor, normalize: bool
 ) -> torch.Tensor:
-    """[N] fp64: what is above the mean of its group, in its standard deviations where `normalize`; zeros without spread."""
+    """Return each value minus its group's mean, [N] fp64; divided by the standard deviation if `normalize`."""
     mean = exact.new_zeros(len(sizes)).index_add_(0, index, exact) / sizes
     centered = exact - mean[index]
     if normalize:
@@ -65,14 +65,14 @@ def _standard(
 def process_supervision(
     scores: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True
 ) -> torch.Tensor:
-    """GRPO with process supervision (Shao et al. 2024, section 4.1.3): the advantage of the tokens of each step.
+    """Return GRPO's advantage of the tokens of each step, with process supervision (Shao et al. 2024, section 4.1.3).
 
-    A step's score is normalized over all steps of all responses of its group, and a token's advantage is the sum of those of
-    its own step and of the ones behind it. Without `normalize` only the mean is subtracted, as in Dr. GRPO.
+    A step's score is normalized over all steps of all responses of its group. A token's advantage is the sum of the
+    normalized scores of its own step and of all later steps. Without `normalize` only the mean is subtracted (Dr. GRPO).
 
-    scores: [N, K], of the steps of N responses; mask: [N, K] bool, which of them are there; group_ids: [N] in any order
-    -> [N, K], zeros where the mask is out. A group of which all steps have one score gives exact zeros.
-    Errors: ValueError for shapes that differ and for a score that is not finite.
+    scores: [N, K], scores of the steps of N responses; mask: [N, K] bool, True if the response has this step; group_ids: [N]
+    in any order -> [N, K], zeros outside of the mask. A group whose steps all have the same score gives exact zeros.
+    Errors: ValueError if the shapes differ or a score is not finite.
     """
     mask = mask.bool()
     if scores.ndim != 2 or scores.shape != mask.shape or scores.shape[:1] != group_ids.shape:
@@ -87,10 +87,10 @@ def process_supervision(
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """RLOO (Ahmadian et al. 2024): r - mean reward of the other responses of its group.
+    """Return RLOO's advantages (Ahmadian et al. 2024): r - mean reward of the other responses of the group.
 
-    rewards: [N], group_ids: [N] in any order -> [N]. A group without spread, also one of a single response (it has no
-    baseline), gives exact zeros. Errors: as `group_relative`.
+    rewards: [N], group_ids: [N] in any order -> [N]. A group without spread gives exact zeros. So does a group of a single
+    response, which has no baseline. Errors: as in `group_relative`.
     """
     index, sizes, spread = _groups(rewards, group_ids)
     exact = rewards.double()
@@ -100,15 +100,17 @@ def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tenso
 
 
 def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Weights of the policy exp(r / beta) pi: group size x softmax over the group of r / beta.
+    """Return group size x softmax over the group of r / beta: weights for imitating the policy exp(r / beta) pi.
 
     beta is `temperature` (Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Peng et al. 2019,
-    arXiv 1910.00177, with a baseline). As advantages of `reinforce` the mean over responses is the cross entropy to it, -sum of
-    omega log pi with omega the softmax. They are positive, with mean 1 in each group: nothing is pushed down but by
-    what rises. A group without spread, also one of a single response, gives 1 each: its omegas are equal, and the policy
-    imitates its own samples, which moves it by noise alone.
+    arXiv 1910.00177, with a baseline). If the loss `reinforce` takes these weights as advantages, its mean over responses is
+    the cross entropy to that policy: -sum of omega log pi, with omega the softmax.
 
-    rewards: [N], group_ids: [N] in any order -> [N]. Errors: as `group_relative`, and for a temperature that is not positive.
+    The weights are positive, with mean 1 in each group. The loss lowers no response directly; a response becomes less
+    likely only because others become more likely. A group without spread, also a group of a single response, gives the
+    weight 1 to each response. Such a group imitates its own samples, which adds nothing but noise.
+
+    rewards: [N], group_ids: [N] in any order -> [N]. Errors: as in `group_relative`, and if the temperature is not positive.
     """
     check_positive(temperature=temperature)
     index, sizes, spread = _groups(rewards, group_ids)
@@ -120,11 +122,11 @@ def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperat
 
 
 def moments(values: torch.Tensor, mask: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Number of the masked-in values, sum of (value - shift), sum of its squares: [3] fp64.
+    """Return the number of masked-in values, the sum of (value - shift) and the sum of its squares: [3] fp64.
 
-    values, mask: any one shape. They may be added up over micro-batches and ranks if all have the same shift. The variance of
-    their difference loses (mean - shift)^2 / variance of fp64's precision: where means may be large, the mean of first moments,
-    added up, is the shift of second ones.
+    values, mask: any shape, the same for both. Results may be added over micro-batches and ranks if all use the same shift.
+    A variance from these sums loses (mean - shift)^2 / variance of fp64's precision. If means may be large, compute moments
+    twice: first without a shift, then with the mean of the first result (added over all ranks) as the shift.
     """
     if values.shape != mask.shape:
         raise ValueError(f"values {list(values.shape)} and mask {list(mask.shape)}: must share one shape")
@@ -133,9 +135,9 @@ def moments(values: torch.Tensor, mask: torch.Tensor, *, shift: torch.Tensor | f
 
 
 def mean_and_variance(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean (from the shift on) and population variance, scalars, of added-up `moments` [3]; zeros without values.
+    """Return the mean (relative to the shift) and the population variance, two scalars, from added `moments` [3].
 
-    A variance that is no more than rounding of the sums is exactly 0.
+    Both are 0 if there are no values. A variance that is no larger than the rounding error of the sums is exactly 0.
     """
     count, total, squares = moments
     mean, square = total / count.clamp(min=1), squares / count.clamp(min=1)
@@ -150,13 +152,14 @@ def whiten(
     shift: torch.Tensor | float = 0.0,
     shift_mean: bool = True,
 ) -> torch.Tensor:
-    """(value - mean) / standard deviation, any shape; without `shift_mean` the mean is added back.
+    """Return (value - mean) / standard deviation, of any shape. Without `shift_mean` the mean is added back.
 
-    moments: [3], added up, of that `shift`. Values whose spread is no more than rounding give zeros (or the mean).
+    moments: [3], added over all parts, computed with the same `shift`. If the values differ by no more than rounding, the
+    result is zeros (or the mean).
     """
     mean, variance = mean_and_variance(moments)
     ulp = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
-    spread = variance.sqrt() > 2 * ulp * (mean + shift).abs()  # a range has at least twice its standard deviation
+    spread = variance.sqrt() > 2 * ulp * (mean + shift).abs()  # a range is at least twice the standard deviation
     whitened = (values.double() - shift - mean) / torch.where(spread, variance, 1.0).sqrt()
     whitened = torch.where(spread, whitened, 0.0)
     return _result(whitened if shift_mean else whitened + mean + shift, values)
@@ -165,10 +168,13 @@ def whiten(
 def batch_normalized(
     values: torch.Tensor, mask: torch.Tensor, add: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
 ) -> torch.Tensor:
-    """(value - mean) / standard deviation over all masked-in elements; zeros elsewhere (REINFORCE++, Hu 2025; PPO's whitening).
+    """Return (value - mean) / standard deviation over all masked-in elements, and zeros elsewhere.
 
-    values, mask: any one shape, as [B, T] or [N]. The population's deviation, in two passes; values without spread are zeros.
-    add: sums `moments` over ranks, each of which has a part of the elements.
+    Source: REINFORCE++ (Hu 2025); PPO's whitening. The deviation is the population's, computed in two passes. Values without
+    spread give zeros.
+
+    values, mask: any shape, the same for both, for example [B, T] or [N].
+    add: sums `moments` over the ranks, if each rank holds a part of the elements.
     """
     shift, _ = mean_and_variance(add(moments(values, mask)))
     return torch.where(mask.bool(), whiten(values, add(moments(values, mask, shift=shift)), shift=shift), 0.0)
@@ -181,14 +187,14 @@ def token_rewards(
     kl: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """Per-token rewards: -kl_coefficient KL_t, and the final reward at the last masked-in token.
+    """Return per-token rewards: -kl_coefficient KL_t at each token, plus the final reward at the last masked-in token.
 
-    Ziegler et al. 2019 (arXiv 1909.08593, eq. 2). The KL is a number of the policy that sampled, and has no gradient.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593, eq. 2). The KL is measured on the policy that sampled; it has no gradient.
 
-    final_reward: [B]; mask: [B, T]; kl: [B, T], of each token, as k1 of the policy that sampled it against the reference
-    -> [B, T], without gradient; zeros where the mask is out. A row without masked-in tokens has no place for its reward.
+    final_reward: [B]; mask: [B, T]; kl: [B, T], the KL of each token, for example k1 of the sampling policy against the
+    reference -> [B, T], without gradient, zeros outside of the mask. A row without masked-in tokens gets no reward.
 
-    Errors: ValueError for shapes that do not fit, and for a coefficient that is negative or has no kl.
+    Errors: ValueError if shapes do not fit, if the coefficient is negative, or if it is above 0 and `kl` is missing.
     """
     mask = mask.bool()
     if mask.ndim != 2 or final_reward.shape != mask.shape[:1]:
@@ -215,15 +221,17 @@ def generalized(
     lam: float,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16): the sum of (gamma lam)^l delta_{t+l}.
+    """Return generalized advantage estimates, the sum over l of (gamma lam)^l delta_{t+l}, and the returns.
+
+    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
 
     rewards, values, mask: [B, T] -> (advantages [B, T], returns = advantages + values [B, T]).
-    An episode ends at its last masked-in token: nothing is bootstrapped from behind it. Masked-out tokens in between
-    (tool output) are no steps of the policy: the recursion passes over them, and what they hold (reward, value) counts
-    for nothing. Both results are zero there.
+    An episode ends at its last masked-in token; without `bootstrap` the value after it is 0. Masked-out tokens in between
+    (tool output) are not steps of the policy: the recursion skips them and ignores their rewards and values. Both results
+    are zero at these tokens.
 
-    bootstrap: [B], the value of the state behind the last masked-in token: of responses that were cut off, and would have gone
-    on; 0 for those that ended.
+    bootstrap: [B], value of the state after the last masked-in token: nonzero for responses that were cut off, 0 for
+    responses that ended by themselves.
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         shapes = [list(t.shape) for t in (rewards, values, mask)]
@@ -250,13 +258,14 @@ ADVANTAGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "dr_grpo": partial(group_relative, normalize=False),
     "rloo": leave_one_out,
 }
-"""(rewards [N], group_ids [N]) -> advantages [N], by the name that algorithm.advantage has for it."""
+"""Functions (rewards [N], group_ids [N]) -> advantages [N], by their name in `algorithm.advantage`."""
 
 
 def distillation(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, coefficient: float = 1.0) -> torch.Tensor:
-    """On-policy distillation: coefficient x (log teacher - log policy) of each sampled token, of any shape, without gradient.
+    """Return on-policy distillation's advantages: coefficient x (log teacher - log policy) of each sampled token.
 
-    The mean over the policy of grad log policy x this is minus the gradient of KL(policy || teacher) at the token, times
-    coefficient (Gu et al. 2024, arXiv 2306.08543, eq. 3 with one step alone; Agarwal et al. 2024, arXiv 2306.13649).
+    The arguments have any shape; the result has no gradient. Under the policy, the mean of grad log policy x this advantage
+    is -coefficient x the gradient of KL(policy || teacher) at the token (Gu et al. 2024, arXiv 2306.08543, eq. 3, its
+    single-step part only; Agarwal et al. 2024, arXiv 2306.13649).
     """
     return coefficient * (teacher_log_probs - log_probs).detach()

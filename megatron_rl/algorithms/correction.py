@@ -1,11 +1,11 @@
-"""Importance weights between the policy that trains and the engine that sampled, and what to do with the bad ones.
+"""Importance weights between the trainer's policy and the engine that sampled, and rules that drop bad samples.
 
-With r = exp(train log-prob - rollout log-prob): truncated importance sampling (TIS, Yao et al. 2025), masked importance
-sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning: Stable LLM-RL by Taming the Tail"
-(Li et al., appendix A): a sequence in which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and
-leaves the update.
+With r = exp(train log-prob - rollout log-prob), this file holds truncated importance sampling (TIS, Yao et al. 2025), masked
+importance sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning: Stable LLM-RL by Taming the
+Tail" (Li et al., appendix A). The veto drops a sequence from the update if one of its tokens is nearly impossible under the
+trainer's policy (for example r < 1e-4).
 
-A token outside the trainer's safe set has a train log-prob of -inf and so the ratio 0 (its theorem 5.3).
+A token outside of the trainer's safe set has the train log-prob -inf and therefore the ratio 0 (theorem 5.3 of Li et al.).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megatron_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """All [T], without gradient."""
+    """Weights of packed tokens and how they came about; all fields are [T], without gradient."""
 
     weights: torch.Tensor
-    """fp64; 0 where the mask is out."""
+    """fp64: importance weight of each token; 0 outside of the mask."""
     log_ratios: torch.Tensor
-    """fp64: log r of the correction's level, 0 where the mask is out."""
+    """fp64: log r at the level of the correction (token, sequence or geometric); 0 outside of the mask."""
     bounded: torch.Tensor
-    """bool: the mode changed the ratio."""
+    """bool: True if the mode changed the ratio."""
     vetoed: torch.Tensor
-    """bool: token of a sequence that the veto dropped."""
+    """bool: True if the veto dropped the token's sequence."""
     rejected: torch.Tensor
-    """bool: dropped by its statistic, or its sequence's."""
+    """bool: True if the token was dropped because its statistic, or its sequence's statistic, is above `reject_above`."""
 
 
 def divergence(log_ratios: torch.Tensor, statistic: Literal["abs_log_ratio", "k2", "k3"]) -> torch.Tensor:
-    """abs_log_ratio = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r; +inf for r = 0. Any shape."""
+    """Return |log r| (abs_log_ratio), (log r)^2 / 2 (k2) or r - 1 - log r (k3), of any shape; +inf for r = 0."""
     if statistic == "abs_log_ratio":
         return log_ratios.abs()
     if statistic == "k2":
@@ -53,7 +53,7 @@ def token_weights(
     segments: Segments,
     correction: Correction,
 ) -> TokenWeights:
-    """Weights of packed tokens: log_ratios [T] = train - rollout log-probs, below +inf; mask [T] bool."""
+    """Return the weights of packed tokens. log_ratios: [T], train - rollout log-probs, below +inf; mask: [T] bool."""
     token = torch.where(mask, log_ratios.double(), 0.0)
     sums: list[torch.Tensor] = []
     if not correction.per_token:
@@ -79,8 +79,8 @@ def token_weights(
     rejected = out
     if correction.reject != "none":
         found = at(correction.reject_level, divergence(token, correction.reject), 3)
-        rejected = mask & (found > cast("float", correction.reject_above))  # `Correction` has checked that it is given
-    # A ratio of 0 is no small one: the trainer cannot have sampled it, so that no bound lifts it.
+        rejected = mask & (found > cast("float", correction.reject_above))  # `Correction` checks that it is set
+    # A ratio of 0 means that the trainer cannot sample the token. Its weight stays 0, whatever the lower bound.
     used = mask & ~vetoed & ~rejected & (token > -torch.inf) & (log_ratio > -torch.inf)
     weights, log_ratios = torch.where(used, weight, 0.0), torch.where(mask, log_ratio, 0.0)
     return TokenWeights(weights, log_ratios, bounded, vetoed, rejected)
@@ -88,12 +88,13 @@ def token_weights(
 
 @torch.no_grad()
 def counts(found: TokenWeights, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Contribution of each token to the denominator of the loss [T], fp64. found: the weights that its term has.
+    """Return the contribution of each token to the denominator of the loss, [T] fp64. found: weights of the loss terms.
 
-    sampled: 1 for each token of the mask, whatever its weight: the mean that theorem 5.3 of "Taming the Tail" takes.
-    kept_sequences: 0 in a sequence that the veto or the rejection dropped whole, 1 elsewhere: what is masked or outside of
-    the safe set counts with the ratio 0 that it has (theorem 5.3 with the veto of appendix A, the paper's own).
-    kept_tokens: 1 where the weight is not 0. weights: the weight itself (self-normalized importance sampling).
+    sampled: 1 for each token of the mask, whatever its weight (the mean in theorem 5.3 of "Taming the Tail").
+    kept_sequences: 0 for tokens of a sequence that the veto or the rejection dropped as a whole, 1 for the others. Tokens
+    that are masked by the mode or outside of the safe set still count, with ratio 0 (theorem 5.3 with the veto of
+    appendix A, as in the paper).
+    kept_tokens: 1 if the weight is not 0. weights: the weight itself (self-normalized importance sampling).
     """
     if correction.denominator == "weights":
         return found.weights
@@ -117,20 +118,20 @@ def _bounded(ratio: torch.Tensor, correction: Correction) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Weights of a padded batch."""
+    """Importance weights of a padded batch."""
 
     weights: torch.Tensor
-    """[B, T], detached; zero where the mask is out and in rows that were dropped."""
+    """[B, T], detached; zero outside of the mask and in dropped rows."""
     keep: torch.Tensor
-    """[B] bool: rows that the veto did not drop."""
+    """[B] bool: True for rows that the veto did not drop."""
     metrics: dict[str, torch.Tensor]
-    """Scalars over this batch."""
+    """Metrics of this batch, as scalars."""
 
 
 def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:
-    """(sum w)^2 / sum w^2 with w = r^alpha, r = exp(log_ratios): how many equal weights the weights are worth.
+    """Return (sum w)^2 / sum w^2 with w = r^alpha and r = exp(log_ratios): the number of equal weights with this variance.
 
-    log_ratios: any shape -> scalar between 1 and the number of elements; 0 where there is none, or none above zero.
+    log_ratios: any shape -> scalar between 1 and the number of elements; 0 if there are no elements or all weights are 0.
     Computed in logs and fp64, so that no ratio overflows.
     """
     exponents = torch.where(log_ratios == -torch.inf, -torch.inf, alpha * log_ratios.detach().double()).flatten()
@@ -142,15 +143,15 @@ def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> to
 
 
 def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Differences train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
+    """Return train - rollout inside of the mask and 0 elsewhere, fp64. train is -inf for a token that the trainer pruned."""
     difference = torch.where(mask, train.double() - rollout.double(), 0.0)
     wrong = difference.isnan() | (difference == torch.inf)
     if wrong.any():
         row, token = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"row {row}, token {token}: log-probs train {float(train[row, token])},"
-            f" rollout {float(rollout[row, token])}; a sampled token has a finite"
-            " rollout log-prob, and the trainer's is a number below +inf"
+            f" rollout {float(rollout[row, token])}; the rollout log-prob of a sampled token must be finite,"
+            " and the train log-prob must be a number below +inf"
         )
     return difference
 
@@ -167,16 +168,17 @@ def rollout_correction(
     high: float | None = None,
     veto: float | None = None,
 ) -> RolloutCorrection:
-    """Detached importance weights for a batch that the engine sampled and the trainer learns from.
+    """Return detached importance weights for a batch that the engine sampled and the trainer learns from.
 
     train_log_probs, rollout_log_probs, mask: [B, T]. The log-ratio is train - rollout.
-    level: token; sequence (its sum over the mask); geometric (its mean over the mask); both broadcast to the tokens.
-    mode: none: weight 1; truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high].
-    In mask and clip one of the bounds may be absent. A ratio of 0 has weight 0 in all of them.
-    veto: a row with any masked-in token ratio below it is dropped: keep False, all its weights 0.
+    level: token; sequence (sum over the mask); geometric (mean over the mask). The last two give all tokens of a row the
+    same ratio.
+    mode: none: weight 1; truncate: min(r, high); mask: r if low <= r <= high, else 0; clip: r clamped to [low, high].
+    The modes mask and clip need only one of the two bounds. In every mode a ratio of 0 has the weight 0.
+    veto: if any masked-in token of a row has a ratio below it, the row is dropped: keep is False and all weights are 0.
 
-    Errors: ValueError for a missing bound, an unknown level or mode, and log-probs that are not numbers (naming the
-    row).
+    Errors: ValueError if a bound is missing, if the level or the mode is unknown, or if log-probs are not valid numbers (the
+    message names the row).
     """
     mask = mask.bool()
     if not train_log_probs.shape == rollout_log_probs.shape == mask.shape or mask.ndim != 2:
@@ -191,7 +193,7 @@ def rollout_correction(
 
     tokens = mask.sum().clamp(min=1)
     inside = token[mask] if mask.any() else token.new_zeros(1)
-    # Among the masked-in tokens: how far from 1 the ratios are, and how many of them the bounds changed.
+    # Over the masked-in tokens: how far the ratios are from 1, and how many of them the bounds changed.
     metrics = {
         "correction/weight_mean": weights.sum() / tokens,
         "correction/bounded_fraction": bounded.sum() / tokens,
@@ -203,15 +205,15 @@ def rollout_correction(
     return RolloutCorrection(weights.to(torch.promote_types(train_log_probs.dtype, torch.float32)), keep, metrics)
 
 
-# -- pruning -------------------------------------------------------------------------------------------------------------
-# The cost of pruning the vocabulary (Li et al., "Taming the Tail"); `ops.masked_log_softmax` does it.
+# -- vocabulary pruning --------------------------------------------------------------------------------------------------
+# The cost of vocabulary pruning (Li et al., "Taming the Tail"), which `ops.masked_log_softmax` implements.
 
 
 def bias_bound(largest_reward: float, horizon: int, coverage: float) -> float:
-    """R_max T (1 - Z): bounds |J_pruned - J|, how far pruning moves the expected reward (proposition 5.5).
+    """Return R_max T (1 - Z), an upper bound of |J_pruned - J|: the shift of the expected reward (proposition 5.5).
 
-    largest_reward: R_max, of rewards between 0 and it (or the width of their range); horizon: T, the longest response in
-    tokens; coverage: Z, the smallest share of the softmax that a safe set holds in any state. With the mean of Z over the
-    states that either of the policies visits it bounds the same, more tightly (eq. 26).
+    largest_reward: R_max, if rewards lie between 0 and R_max (or the width of their range); horizon: T, the longest response
+    in tokens; coverage: Z, the smallest share of the softmax that a safe set holds in any state. If Z is the mean over the
+    states that either policy visits, the bound is tighter (eq. 26).
     """
     return largest_reward * horizon * (1.0 - coverage)

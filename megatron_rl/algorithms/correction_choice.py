@@ -1,4 +1,4 @@
-"""Which correction of the mismatch is wanted, and what cannot be. No torch: a config's is looked at before it is imported."""
+"""Options of the mismatch correction, and their checks. This file does not import torch: the config checks use it first."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ DENOMINATORS = ("sampled", "kept_sequences", "kept_tokens", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The treatment of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound or bounds that cross."""
+    """Treatment of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound, or low above high."""
 
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
-    """none: weight 1; truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In
-    mask and clip one of the bounds may be absent."""
+    """none: weight 1; truncate: min(r, high); mask: r if low <= r <= high, else 0; clip: r clamped to [low, high]. The modes
+    mask and clip need only one of the two bounds."""
     level: Level = "token"
-    """The ratio r: the token's; its sequence's product (over the mask); that product's geometric mean."""
+    """Ratio r that is bounded. token: ratio of the token; sequence: product of the ratios over the mask of the sequence;
+    geometric: geometric mean of these ratios."""
     low: float | None = None
     high: float | None = None
     veto: float | None = None
-    """A sequence with any token ratio below it leaves the update: weights of 0, and no KL or entropy term."""
+    """Threshold of token ratios: if any token of a sequence is below it, the sequence is dropped from the update. Its
+    weights are 0, and it has no KL or entropy term."""
     reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
-    """Statistic of log r by which tokens or sequences leave the update: |log r|, (log r)^2 / 2, r - 1 - log r."""
+    """Statistic by which tokens or sequences are dropped: |log r|, (log r)^2 / 2 (k2) or r - 1 - log r (k3)."""
     reject_level: Level = "geometric"
-    """token: each by its own; sequence: by the sum over the mask; geometric: by the mean over the mask."""
+    """Statistic that is compared. token: the token's own; sequence: sum over the mask; geometric: mean over the mask."""
     reject_above: float | None = None
+    """Largest value of the statistic that is kept."""
     denominator: Denominator = "kept_tokens"
-    """Over what the loss is a mean: `counts` says it token by token."""
+    """Denominator of the loss; `correction.counts` gives the contribution of each token."""
 
     def __post_init__(self) -> None:
         choices = {"mode": ("none", "truncate", "mask", "clip"), "level": LEVELS, "reject_level": LEVELS}
@@ -50,11 +53,11 @@ class Correction:
 
     @classmethod
     def of(cls, settings: object) -> Self:
-        """The correction of a config's section that has all of these fields. Errors: ValueError, as above."""
+        """Build the correction from a config section that has all of these fields. Errors: ValueError, as above."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def per_token(self) -> bool:
-        """True where a token's weight depends on its own ratio alone."""
+        """True if the weight of a token depends only on its own ratio."""
         of_tokens = self.level == "token" and (self.reject == "none" or self.reject_level == "token")
         return of_tokens and not self.veto

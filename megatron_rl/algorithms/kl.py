@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from one sampled token, and controllers of the coefficient that it is weighted by.
+"""Estimators of KL(policy || reference) from one sampled token, and controllers of the KL coefficient.
 
 With d = log policy - log reference at a token that the policy sampled (Schulman, "Approximating KL divergence", 2020):
 
@@ -6,13 +6,14 @@ With d = log policy - log reference at a token that the policy sampled (Schulman
     k2 = d^2 / 2              biased value, low variance
     k3 = exp(-d) - 1 + d      unbiased, never negative
 
-Value and gradient are two questions. The gradient of the KL is E[d * grad log policy]. As terms of a loss:
+An estimator with a good value need not have a good gradient. The gradient of the KL is E[d * grad log policy]. The gradients
+of the three estimators, used as loss terms, are:
 
-    k2's own gradient is d * grad log policy: exactly that.
-    k3's own gradient is (1 - exp(-d)) * grad log policy: equal to first order in d, in expectation the gradient of the
-        *forward* KL. It is what GRPO trains with, so it is kept.
-    k1's own gradient is grad log policy, whose expectation is zero: as a loss term it would do nothing but add noise.
-        `estimate` therefore gives k1 the gradient of k2 (the value stays k1's).
+    k2: d * grad log policy. Its expectation is exactly the gradient of the KL.
+    k3: (1 - exp(-d)) * grad log policy. It equals the above to first order in d. Its expectation is the gradient of the
+        *forward* KL. GRPO trains with this gradient, so `estimate` keeps it.
+    k1: grad log policy. Its expectation is zero, so as a loss term it would only add noise.
+        `estimate` therefore gives k1 the gradient of k2. The value is still k1.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Literal
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here before exp: e^20 = 5e8, far beyond any ratio that means something, far below overflow."""
+"""Largest log-ratio before exp. e^20 = 5e8 is far above any meaningful ratio and far below overflow."""
 
 
 def check_positive(**numbers: float) -> None:
-    """Errors: ValueError that names the first of them that is not above 0, or not finite."""
+    """Check that all numbers are positive and finite. Errors: ValueError that names the first number that is not."""
     for name, number in numbers.items():
         if not 0 < number < math.inf:
             raise ValueError(f"{name} = {number:g}: must be a positive number")
@@ -36,9 +37,9 @@ def check_positive(**numbers: float) -> None:
 def estimate(
     log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference), differentiable in `log_probs`; see above for its gradient.
+    """Return per-token estimates of KL(policy || reference), differentiable in `log_probs` (gradients: see the module).
 
-    log_probs, reference_log_probs: any one shape -> that shape. Errors: ValueError for an unknown estimator.
+    log_probs, reference_log_probs: any shape, the same for both -> this shape. Errors: ValueError for an unknown estimator.
     """
     difference = log_probs - reference_log_probs.detach()
     if estimator == "k3":
@@ -53,9 +54,9 @@ def estimate(
 
 
 class FixedController:
-    """A coefficient that stays what it is, with the face of `AdaptiveController`.
+    """Constant KL coefficient, with the interface of `AdaptiveController`.
 
-    Errors: ValueError for a value that is negative or no finite number.
+    Errors: ValueError if the value is negative or not finite.
     """
 
     def __init__(self, value: float) -> None:
@@ -64,25 +65,25 @@ class FixedController:
         self.value = value
 
     def update(self, kl: float, samples: int) -> float:
-        """Give the value, whatever was measured."""
+        """Return the value; the measured KL has no effect."""
         del kl, samples
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """Give the value, with which an adaptive one can go on."""
+        """Return the value, in the form that an `AdaptiveController` can load."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: its value is the one that it was made with."""
+        """Do nothing: the value comes from the config, not from the checkpoint."""
 
 
 class AdaptiveController:
-    """Moves the KL's coefficient until the KL is at its target (Ziegler et al. 2019, section 2.2).
+    """Adapts the KL coefficient so that the KL approaches its target (Ziegler et al. 2019, section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon: at most by 20 % in `horizon` samples.
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon: a change of at most 20 % in `horizon` samples.
 
-    value: the coefficient to begin with; target: KL in the unit of what `update` is told; horizon: in samples.
-    Errors: ValueError for one of them that is not positive.
+    value: initial coefficient; target: KL, in the unit of the `kl` given to `update`; horizon: number of samples.
+    Errors: ValueError if one of them is not positive.
     """
 
     def __init__(self, value: float, target: float, horizon: float) -> None:
@@ -92,10 +93,10 @@ class AdaptiveController:
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> float:
-        """Move the value by the KL that was measured over so many samples, and give the new one.
+        """Update the value by the KL measured over `samples` samples, and return the new value.
 
-        Errors: ValueError for a KL that is no finite number, and for samples below 0, or of five horizons and more, of which
-        each may take 20 %: nothing would be left.
+        Errors: ValueError if the KL is not finite, if `samples` is below 0, or if it is five horizons or more. Each horizon
+        can take away 20 %, so that after five of them the coefficient would be 0.
         """
         if not math.isfinite(kl):
             raise ValueError(f"kl = {kl}: must be a finite number")
@@ -106,10 +107,10 @@ class AdaptiveController:
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """Give what a resumed run goes on with: the value. Target and horizon are those that it is made with."""
+        """Return the value, for a checkpoint. Target and horizon come from the config."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the value of a `state_dict`. Errors: ValueError where it is not positive."""
+        """Set the value from a `state_dict`. Errors: ValueError if it is not positive."""
         check_positive(value=state["value"])
         self.value = state["value"]

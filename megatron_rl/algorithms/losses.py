@@ -1,8 +1,8 @@
-"""Losses of policies and of values, per token. A term is what gradient descent minimizes; averaging is the caller's.
+"""Losses of policies and critics, per token. Gradient descent minimizes the terms; the caller averages them.
 
-A policy's loss is a function of `LossInputs`, packed tensors [T] of many sequences one after another, and is found by its
-name in `POLICY_LOSSES` or as `module:name`; `loss_weights` averages. Terms are zero where the mask is out, whatever the other
-tensors hold there, NaN included.
+A policy loss is a function of `LossInputs`: packed tensors [T] that hold many sequences one after another. The config names
+it by its key in `POLICY_LOSSES` or as `module:name`. `loss_weights` gives the weights of the average. Terms are zero outside
+of the mask, whatever the other tensors hold there, even NaN.
 """
 
 from __future__ import annotations
@@ -22,66 +22,72 @@ from megatron_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a policy loss; all [T]."""
+    """Inputs of a policy loss; all tensors are [T]."""
 
     log_probs: Tensor
     """Log-probs of the current policy, differentiable."""
     old_log_probs: Tensor
-    """Log-probs of the policy that the ratio starts from, without gradient."""
+    """Log-probs of the old policy, the denominator of the ratio; without gradient."""
     advantages: Tensor
+    """Advantage of each token."""
     mask: Tensor
-    """bool: tokens that count."""
+    """bool: tokens that the loss includes."""
     segments: Segments
+    """Sequence of each token."""
     clip_low: float
-    """Infinite where nothing is clipped; so is clip_high."""
+    """The ratio is clipped below 1 - clip_low; infinite if it is not clipped."""
     clip_high: float
+    """The ratio is clipped above 1 + clip_high; infinite if it is not clipped."""
     tau_pos: float = 1.0
-    """SAPO's temperatures, of advantages above 0 and of others."""
+    """SAPO's temperature for advantages above 0."""
     tau_neg: float = 1.05
+    """SAPO's temperature for all other advantages."""
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Results of a policy loss; both [T]."""
+    """Results of a policy loss; both tensors are [T]."""
 
     terms: Tensor
     """Terms of the loss, differentiable."""
     clipped: Tensor
-    """bool: whether the clip was in effect."""
+    """bool: True if the clip changed the term."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss as a value: its terms, and what they depend on."""
+    """A policy loss: the function of its terms, and properties that the trainer uses."""
 
     terms: Callable[[LossInputs], LossTerms]
+    """Function that computes the terms."""
     per_token: bool = True
-    """True if a term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
+    """True if each term depends on the log-prob of one token only. The output head can then compute gradients by chunk."""
     has_ratio: bool = True
     """True if the loss depends on the old log-probs."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Give the terms of the packed tokens."""
+        """Return the terms of the packed tokens."""
         return self.terms(inputs)
 
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    """A clipped loss and how much of it was clipped."""
+    """A clipped loss and the share of clipped tokens."""
 
     loss: Tensor
     """Scalar, differentiable."""
     clip_fraction: Tensor
-    """Scalar: share of the masked-in tokens where the clipped branch was the smaller one, so that no gradient flows."""
+    """Scalar: share of the masked-in tokens whose clipped branch was smaller, so that they have no gradient."""
 
 
 def token_terms(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) and DAPO's two bounds: -min(r A, clip(r, 1-low, 1+high) A).
+    """Return PPO's clipped surrogate with DAPO's two bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
-    All arguments of one shape. -> (terms, clipped bool), both of that shape. With old_log_probs = log_probs.detach()
-    the ratio is exactly 1 and the gradient exactly -A * grad log_probs, the on-policy policy gradient.
+    Source: Schulman et al. 2017, eq. 7. All arguments have one shape -> (terms, clipped bool), both of this shape. If
+    old_log_probs = log_probs.detach(), the ratio is exactly 1 and the gradient is exactly -A * grad log_probs, the
+    on-policy policy gradient.
     """
     ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
     free = ratio * advantages
@@ -90,39 +96,39 @@ def token_terms(
 
 
 def ppo(inputs: LossInputs) -> LossTerms:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with DAPO's two bounds."""
+    """Return the terms of PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with DAPO's two bounds."""
     x = inputs
     bounds = {"clip_low": x.clip_low, "clip_high": x.clip_high}
     return LossTerms(*token_terms(x.log_probs, x.old_log_probs, x.advantages, **bounds))
 
 
 def gspo(inputs: LossInputs) -> LossTerms:
-    """GSPO-token (Zheng et al. 2025, eq. 13-16): the ratio of a whole sequence, the gradient of each of its tokens.
+    """Return the terms of GSPO-token (Zheng et al. 2025, eq. 13-16): the ratio belongs to the whole sequence.
 
-    s = exp(mean over the sequence's masked-in tokens of the log-ratio), without gradient; a token's ratio is
-    s * exp(log_prob - stopgrad(log_prob)): its value is s, its gradient s * grad log_prob. With one advantage per
-    sequence and `sequence_mean` aggregation that is GSPO's own value and gradient; advantages may also differ between
-    tokens.
+    s = exp(mean of the log-ratio over the masked-in tokens of the sequence), without gradient. The ratio of a token is
+    s * exp(log_prob - stopgrad(log_prob)). Its value is s, and its gradient is s * grad log_prob. With one advantage per
+    sequence and `sequence_mean` aggregation, this is the loss of GSPO. Advantages may also differ between tokens.
     """
     x = inputs
     with torch.no_grad():
         log_ratio = torch.where(x.mask, x.log_probs - x.old_log_probs, 0.0)
         sums, counts = x.segments.sums(log_ratio, x.mask.to(log_ratio.dtype))
         log_s = x.segments.spread_out(sums / counts.clamp(min=1))
-    # old = stopgrad(log_prob) - log s makes the token's ratio s * exp(log_prob - stopgrad(log_prob)).
+    # With old = stopgrad(log_prob) - log s the ratio of the token is s * exp(log_prob - stopgrad(log_prob)).
     found = ppo(replace(x, old_log_probs=x.log_probs.detach() - log_s))
     return LossTerms(torch.where(x.mask, found.terms, 0.0), found.clipped & x.mask)
 
 
 def reinforce(inputs: LossInputs) -> LossTerms:
-    """-A log_prob (Williams 1992): no ratio and no clip."""
+    """Return the terms -A log_prob (Williams 1992), without ratio and clip."""
     return LossTerms(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
 
 
 def cispo(inputs: LossInputs) -> LossTerms:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): -stopgrad(clip(r, 1-low, 1+high)) A log_prob.
+    """Return the terms of CISPO: -stopgrad(clip(r, 1-low, 1+high)) A log_prob.
 
-    The clip bounds the weight of a token and never its gradient: no token is left out of the update.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The clip bounds the weight of a token but does not remove its gradient:
+    every token takes part in the update.
     """
     x = inputs
     ratio = torch.exp((x.log_probs.detach() - x.old_log_probs).clamp(max=MAX_LOG_RATIO))
@@ -131,10 +137,10 @@ def cispo(inputs: LossInputs) -> LossTerms:
 
 
 def sapo(inputs: LossInputs) -> LossTerms:
-    """Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)).
+    """Return the terms of SAPO, soft adaptive policy optimization: -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    tau is tau_pos where A > 0, else tau_neg. The weight of a token's gradient, f'(r) r, is 1 at r = 1, as without a clip, and
-    falls smoothly on both sides; f(1) = 2 / tau is a number of its own.
+    Source: Gao et al. 2025, arXiv:2511.20347. tau is tau_pos if A > 0, else tau_neg. The weight of a token's gradient is
+    f'(r) r. This weight is 1 at r = 1, as without a clip, and falls smoothly on both sides. The value f(1) is 2 / tau, not 1.
     """
     x = inputs
     ratio = torch.exp((x.log_probs - x.old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
@@ -149,17 +155,17 @@ POLICY_LOSSES = {
     "cispo": PolicyLoss(cispo),
     "sapo": PolicyLoss(sapo),
 }
-"""The losses that algorithm.loss names."""
+"""Policy losses by their name in `algorithm.loss`."""
 
 
 def policy_terms(loss: PolicyLoss, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, not averaged: (terms [T], sums of metrics over the masked-in tokens).
+    """Compute the loss without averaging -> (terms [T], sums of metrics over the masked-in tokens).
 
-    Sums (detached scalars, to be divided by the number of tokens): `loss/clip_fraction`, `loss/old_kl` (k3 estimate of
-    the KL from the old policy to the current one), `loss/ratio`, `loss/ratio_tail` (ratio outside [1/2, 2]).
+    The sums are detached scalars; divide them by the number of tokens. They are `loss/clip_fraction`, `loss/old_kl` (k3
+    estimate of the KL from the old policy to the current one), `loss/ratio` and `loss/ratio_tail` (ratio outside of [1/2, 2]).
     """
     mask = inputs.mask
-    # Masked-out tokens may hold anything; zeros in their place keep NaN out of the gradient too.
+    # Masked-out tokens may hold any value. Zeros instead of these values keep NaN out of the gradient.
     log_probs = torch.where(mask, inputs.log_probs, 0.0)
     old_log_probs = torch.where(mask, inputs.old_log_probs.detach(), 0.0)
     advantages = torch.where(mask, inputs.advantages, 0.0)
@@ -183,14 +189,16 @@ def loss_weights(
     *,
     sequence_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Weight [T] of each token's term, before the division by the update's total.
+    """Return the weight [T] of each token's term, before the division by the total of the update.
 
-    token_mean: 1 for each masked-in token; sum(terms * weights) over the whole update / its masked-in tokens is the
-    mean over tokens. sequence_mean: 1 / (masked-in tokens of its sequence); the same sum / number of sequences is the
-    mean over sequences of each one's token mean (GRPO's and GSPO's own). sequence_sum: 1; the same sum / `constant_total` is
-    the mean over sequences of each one's token sum / a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+    The loss of an update is sum(terms * weights) over the whole update, divided by a total:
+    token_mean: the weight is 1, the total is the number of masked-in tokens: a mean over tokens.
+    sequence_mean: the weight is 1 / (masked-in tokens of the sequence), the total is the number of sequences: the mean over
+    sequences of their token means (GRPO, GSPO).
+    sequence_sum: the weight is 1, the total is `constant_total`: the mean over sequences of their token sums / a constant
+    (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    sequence_lengths: [sequences], masked-in tokens of each whole sequence; counted from `mask` when absent.
+    sequence_lengths: [sequences], masked-in tokens of each whole sequence; counted from `mask` if not given.
     """
     weights = mask.to(torch.float32)
     if aggregation in ("token_mean", "sequence_sum"):
@@ -203,10 +211,11 @@ def loss_weights(
 
 
 def constant_total(count: Tensor, segments: Segments, sequence_lengths: Tensor, length: int) -> Tensor:
-    """A part's share of the divisor of `sequence_sum` in an update, fp64 scalar: `length` for each counted sequence.
+    """Return this part's share of the total of `sequence_sum` in an update: `length` per counted sequence, fp64 scalar.
 
-    count: [T], 1 at the masked-in tokens of the sequences that count, 0 elsewhere; sequence_lengths: [sequences], all masked-in
-    tokens of each. A token adds its share of the sequence's, so that the parts of a sequence on several ranks add up.
+    count: [T], 1 at the masked-in tokens of counted sequences, 0 elsewhere; sequence_lengths: [sequences], all masked-in
+    tokens of each sequence. Each token adds `length` / (masked-in tokens of its sequence), so that the parts of a sequence
+    on several ranks add up to `length`.
     """
     return length * (count.double() / segments.spread_out(sequence_lengths.double(), padding=1.0).clamp(min=1)).sum()
 
@@ -220,9 +229,9 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> SurrogateLoss:
-    """Minus the mean over masked-in tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(new - old).
+    """Return -mean over masked-in tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(new - old).
 
-    All [B, T]. An empty mask gives loss 0 with zero gradients.
+    All tensors are [B, T]. An empty mask gives loss 0 with zero gradients.
     """
     mask = mask.bool()
     terms, clipped = token_terms(
@@ -238,22 +247,22 @@ def clipped_surrogate(
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A loss of values and how much of it was clipped."""
+    """A critic's loss and the share of clipped tokens."""
 
     loss: Tensor
     """Scalar, differentiable."""
     clip_fraction: Tensor
-    """Scalar: share of the masked-in tokens where the clipped branch was the larger one, so that no gradient flows."""
+    """Scalar: share of the masked-in tokens whose clipped branch was larger, so that they have no gradient."""
 
 
 def value_terms(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
-    """PPO's loss of a critic: max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, differentiable in `values`.
+    """Return PPO's critic loss, max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, differentiable in `values`.
 
-    The critic's loss of Schulman et al. 2017 (arXiv 1707.06347, eq. 9), halved; with the clip (OpenAI's baselines; Ziegler et
-    al. 2019's code) a value that has gone further than `clip` from the old one, and towards the return, has no gradient.
-    clip None: (v - R)^2 / 2.
+    Source: the critic loss of Schulman et al. 2017 (arXiv 1707.06347, eq. 9), halved, with the clip of OpenAI's baselines and
+    of Ziegler et al. 2019's code. If a value has moved from the old value towards the return by more than `clip`, it has no
+    gradient. clip None: (v - R)^2 / 2.
 
-    All arguments of one shape. -> (terms, fp32 at least; clipped, bool), both of that shape. Errors: ValueError for a clip that
+    All arguments have one shape -> (terms, at least fp32; clipped, bool), both of this shape. Errors: ValueError if the clip
     is not positive.
     """
     if clip is not None and not clip > 0:
@@ -271,9 +280,9 @@ def value_terms(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: fl
 def clipped_value(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> ValueLoss:
-    """Mean over masked-in tokens of `value_terms`: half the mean of the larger of the two squared errors.
+    """Return the mean of `value_terms` over masked-in tokens: half the mean of the larger of the two squared errors.
 
-    All [B, T]. An empty mask gives loss 0 with zero gradients. Errors: as `value_terms`.
+    All tensors are [B, T]. An empty mask gives loss 0 with zero gradients. Errors: as in `value_terms`.
     """
     mask = mask.bool()
     held = (torch.where(mask, tensor, 0.0) for tensor in (values, old_values, returns))
@@ -284,18 +293,18 @@ def clipped_value(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Sums over the masked-in tokens from which `explained_variance` is computed: [5] fp64 that may be added up.
+    """Return sums over the masked-in tokens for `explained_variance`, [5] fp64, to be added over micro-batches and ranks.
 
-    Sums of 1, R, R^2, R - v and (R - v)^2. values v, returns R, mask: any one shape.
+    They are the sums of 1, R, R^2, R - v and (R - v)^2. values v, returns R, mask: any shape, the same for all.
     """
     return torch.cat([moments(returns, mask), moments(returns.double() - values.double(), mask)[1:]])
 
 
 def explained_variance(sums: Tensor) -> Tensor:
-    """1 - Var(return - value) / Var(return), a scalar: 1 is a perfect critic, 0 one that knows the mean alone.
+    """Return 1 - Var(return - value) / Var(return), a scalar: 1 for a perfect critic, 0 for one that knows only the mean.
 
-    sums: [5] of `explained_variance_sums`, added up over micro-batches and ranks. NaN where the returns have no variance, or no
-    more than rounding of these sums makes.
+    sums: [5] of `explained_variance_sums`, added over micro-batches and ranks. NaN if the returns have no variance beyond the
+    rounding error of these sums.
     """
     _, variance = mean_and_variance(sums[:3])
     _, unexplained = mean_and_variance(sums[[0, 3, 4]])

@@ -1,7 +1,7 @@
-"""Losses on preferences: of a policy (DPO, KTO), and of a reward model's scores (Bradley-Terry, Plackett-Luce).
+"""Losses on preferences: for a policy (DPO, KTO) and for the scores of a reward model (Bradley-Terry, Plackett-Luce).
 
-Log-probs are sums over a response's tokens; those of the reference are without gradient. Arithmetic is in fp32 at least. A mean
-over nothing is 0, with zero gradients.
+Log-probs are sums over the tokens of a response. Log-probs of the reference have no gradient. Arithmetic is at least fp32. A
+mean over no elements is 0, with zero gradients.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.nn import functional as F
 from megatron_rl.algorithms.kl import check_positive
 
 DPOKind = Literal["sigmoid", "ipo", "hinge", "robust"]
-"""Loss of a pair's difference of log-ratios; `dpo` has the formulas."""
+"""Form of the loss on a pair's difference of log-ratios; the formulas are in `dpo`."""
 
 
 @dataclass(frozen=True)
 class DPOLoss:
-    """A loss on pairs and the rewards that the policy gives by it."""
+    """A loss on pairs, and the implicit rewards of the policy."""
 
     loss: Tensor
     """Scalar: mean over pairs, differentiable."""
     chosen_rewards: Tensor
-    """[N], detached: beta x log-ratio, divided by the length where the loss divides by it."""
+    """[N], detached: beta x log-ratio of the chosen response; with lengths, divided by the length."""
     rejected_rewards: Tensor
-    """[N], likewise."""
+    """[N], detached: the same for the rejected response."""
 
 
 @dataclass(frozen=True)
 class KTOLoss:
-    """A loss on single responses and the rewards that the policy gives by it."""
+    """A loss on single responses, and the implicit rewards of the policy."""
 
     loss: Tensor
     """Scalar: mean over responses, differentiable."""
@@ -81,25 +81,26 @@ def dpo(
     rejected_lengths: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> DPOLoss:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its kin.
+    """Return the loss of direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) or a variant.
 
-    All log-probs [N]. With d = (policy - reference of the chosen) - (policy - reference of the rejected), e = label_smoothing:
+    All log-probs are [N]. With d = (policy - reference of the chosen) - (policy - reference of the rejected) and
+    e = label_smoothing, the kinds are:
 
-        sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)
-        robust    (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e)
-        ipo       (d - 1 / (2 beta))^2
-        hinge     max(0, 1 - beta d)
+        sigmoid:  -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)
+        robust:   (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e)
+        ipo:      (d - 1 / (2 beta))^2
+        hinge:    max(0, 1 - beta d)
 
-    sigmoid with e > 0 is conservative DPO (Mitchell 2023): labels are flipped with probability e, and the loss says so. robust
-    (Chowdhury et al. 2024) is unbiased under such labels: its mean over the flips is sigmoid's loss on the true ones. ipo: Azar
-    et al. 2023, eq. 17. hinge: SLiC (Zhao et al. 2023) with log-ratios.
+    sigmoid with e > 0 is conservative DPO (Mitchell 2023): it assumes that labels are flipped with probability e. robust
+    (Chowdhury et al. 2024) is unbiased under such labels: its expectation over the flips is the sigmoid loss on the true
+    labels. ipo: Azar et al. 2023, eq. 17. hinge: SLiC (Zhao et al. 2023) with log-ratios.
 
-    chosen_lengths, rejected_lengths: [N], tokens of the responses; the log-ratios are divided by them first, and so are means
-    over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0. weights: [N], as of `pairs`; the
-    mean is weighted by them.
+    chosen_lengths, rejected_lengths: [N], tokens of the responses. If given, log-ratios are divided by them, so that they
+    become means over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0. weights: [N], for
+    example from `pairs`; weights of the mean over pairs.
 
-    Errors: ValueError for shapes that differ, an unknown kind, a beta that is not positive, a label_smoothing outside of
-    [0, 1/2) or for a kind that has none, and lengths of one side alone.
+    Errors: ValueError if shapes differ, the kind is unknown, beta is not positive, label_smoothing is outside of [0, 1/2) or
+    not supported by the kind, or only one of the two lengths is given.
     """
     if kind not in get_args(DPOKind):
         raise ValueError(f"kind '{kind}': choose sigmoid, ipo, hinge or robust")
@@ -141,14 +142,14 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> KTOLoss:
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, eq. 7 and 8): responses judged one by one.
+    """Return the loss of Kahneman-Tversky optimization (Ethayarajh et al. 2024, eq. 7 and 8), for single judged responses.
 
-    With r = policy - reference and z = baseline, a scalar from `kto_baseline`, the mean of
-    desirable_weight x (1 - sigmoid(beta (r - z))) over the desirable and undesirable_weight x (1 - sigmoid(beta (z - r))) over
-    the others. No gradient flows through z.
+    With r = policy - reference and z = baseline (a scalar from `kto_baseline`), the loss is a mean over all responses:
+    desirable_weight x (1 - sigmoid(beta (r - z))) for a desirable response, and
+    undesirable_weight x (1 - sigmoid(beta (z - r))) for any other. No gradient flows through z.
 
-    policy, reference: [N] log-probs; desirable: [N] bool. Errors: ValueError for shapes that differ, and for a beta or a weight
-    that is not positive.
+    policy, reference: [N] log-probs; desirable: [N] bool. Errors: ValueError if shapes differ, or if beta or a weight is not
+    positive.
     """
     check_positive(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     _same_length(policy=policy, reference=reference, desirable=desirable)
@@ -156,15 +157,16 @@ def kto(
     log_ratios = _exact(policy) - _exact(reference.detach())
     baseline = baseline.detach() if isinstance(baseline, Tensor) else baseline
     above = beta * (log_ratios - baseline)
-    regret = torch.sigmoid(torch.where(desirable, -above, above))  # 1 - sigmoid(x), without its cancellation
+    regret = torch.sigmoid(torch.where(desirable, -above, above))  # 1 - sigmoid(x), without cancellation
     terms = torch.where(desirable, desirable_weight * regret, undesirable_weight * regret)
     return KTOLoss(_mean(terms), (beta * log_ratios).detach())
 
 
 def kto_baseline(policy_mismatched: Tensor, reference_mismatched: Tensor) -> Tensor:
-    """KTO's estimate z0 of KL(policy || reference), a detached scalar: max(0, mean of the log-ratios); 0 without responses.
+    """Return KTO's estimate z0 of KL(policy || reference): max(0, mean of the log-ratios), a detached scalar.
 
-    [N] log-probs of responses to *other* prompts: each prompt of the batch with the response of its neighbor.
+    The arguments are [N] log-probs of mismatched responses: each prompt of the batch with the response of its neighbor.
+    Without responses the result is 0.
     """
     _same_length(policy_mismatched=policy_mismatched, reference_mismatched=reference_mismatched)
     return _mean(_exact(policy_mismatched.detach()) - _exact(reference_mismatched.detach())).clamp(min=0)
@@ -174,7 +176,7 @@ def kto_baseline(policy_mismatched: Tensor, reference_mismatched: Tensor) -> Ten
 
 
 def _beyond(chosen: Tensor, rejected: Tensor, weights: Tensor | None, **target: Tensor | float) -> Tensor:
-    """Chosen - rejected - the target, whose name errors give; all [N], the target may be one number."""
+    """Return chosen - rejected - target, all [N]; the target may be a scalar. Errors give the target's keyword name."""
     tensors = {"chosen": chosen, "rejected": rejected} | ({} if weights is None else {"weights": weights})
     ((name, wanted),) = target.items()
     if isinstance(wanted, Tensor) and wanted.ndim:
@@ -192,16 +194,19 @@ def bradley_terry(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean of -log sigmoid(chosen - rejected - margin), a scalar (Bradley and Terry 1952; Ouyang et al. 2022, eq. 1).
+    """Return the mean of -log sigmoid(chosen - rejected - margin), a scalar.
 
-    chosen, rejected: [N] scores; margin: one, or [N], by how much the chosen must be better (Touvron et al. 2023, eq. 2).
-    center: adds center x mean of (chosen + rejected)^2, which ties down the constant that differences leave free (Eisenstein
-    et al. 2023). weights: [N], as of `pairs`; the means are weighted by them.
+    Source: Bradley and Terry 1952; Ouyang et al. 2022, eq. 1.
 
-    label_smoothing e: -(1 - e) log sigmoid(x) - e log sigmoid(-x), with x the difference less the margin: a label is wrong with
-    probability e, and the loss says so, as conservative DPO's does (Mitchell 2023). It is least where sigmoid(x) = 1 - e.
+    chosen, rejected: [N] scores; margin: a scalar or [N], the required difference (Touvron et al. 2023, eq. 2).
+    center: adds center x mean of (chosen + rejected)^2. This term fixes the constant offset of the scores, on which
+    differences do not depend (Eisenstein et al. 2023). weights: [N], for example from `pairs`; weights of the means.
 
-    Errors: ValueError for shapes that differ, and for a label_smoothing outside of [0, 1/2).
+    label_smoothing e: the term is -(1 - e) log sigmoid(x) - e log sigmoid(-x), with x = chosen - rejected - margin. It
+    assumes that a label is wrong with probability e, as conservative DPO does (Mitchell 2023). Its minimum is at
+    sigmoid(x) = 1 - e.
+
+    Errors: ValueError if shapes differ, or if label_smoothing is outside of [0, 1/2).
     """
     _check_smoothing(label_smoothing)
     beyond = _beyond(chosen, rejected, weights, margin=0.0 if margin is None else margin)
@@ -214,35 +219,40 @@ def bradley_terry(
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float, weights: Tensor | None = None) -> Tensor:
-    """Mean of max(0, margin - (chosen - rejected)), a scalar (Herbrich et al. 2000): no gradient beyond the margin.
+    """Return the mean of max(0, margin - (chosen - rejected)), a scalar (Herbrich et al. 2000).
 
-    [N] scores; margin: one, or [N]; weights: [N], as in `bradley_terry`. Errors: ValueError for shapes that differ.
+    A pair whose difference exceeds the margin has no gradient. chosen, rejected: [N] scores; margin: a scalar or [N];
+    weights: [N], as in `bradley_terry`. Errors: ValueError if shapes differ.
     """
     return _mean(F.relu(-_beyond(chosen, rejected, weights, margin=margin)), weights)
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, gap: Tensor | float, weights: Tensor | None = None) -> Tensor:
-    """Mean of (chosen - rejected - gap)^2, a scalar: for gaps that are known.
+    """Return the mean of (chosen - rejected - gap)^2, a scalar, for data that gives the gap of each pair.
 
-    [N] scores; gap: one, or [N]; weights: [N], as in `bradley_terry`. Errors: ValueError for shapes that differ.
+    chosen, rejected: [N] scores; gap: a scalar or [N]; weights: [N], as in `bradley_terry`. Errors: ValueError if shapes
+    differ.
     """
     return _mean(_beyond(chosen, rejected, weights, gap=gap).square(), weights)
 
 
 def plackett_luce(scores: Tensor, group_ids: Tensor, ranks: Tensor, *, top: int | None = None) -> Tensor:
-    """Mean over groups of -log probability of their ranking, a scalar (Plackett 1975; ListMLE, Xia et al. 2008).
+    """Return the mean over groups of the negative log probability of their ranking, a scalar.
 
-    The best is drawn with the probabilities softmax(scores) of its group, the next one likewise from what is left, and so on:
-    the sum over i of log(sum over the pool of i of exp(s_j)) - s_i. The pool of i are all of its group whose rank is not better
-    than its own: itself, the worse ones, and those that it is tied with. Tied ones thus share one pool, and none is placed
-    before the other (Breslow 1974). Their terms are least where their scores are equal, and that is all that a group of nothing
-    but ties asks for. A group of one has the term 0, and counts.
+    Source: Plackett 1975; ListMLE, Xia et al. 2008. The model draws the best response with the probabilities
+    softmax(scores) of the group, then the next response in the same way from the remaining ones, and so on. The loss of a
+    group is the sum over its responses i of log(sum over the pool of i of exp(s_j)) - s_i. The pool of i contains all
+    responses of the group whose rank is not better than the rank of i: i itself, all worse ones, and all that are tied
+    with i. Tied responses share one pool, and none of them is placed before another (Breslow 1974). Their terms are smallest
+    if their scores are equal; a group that contains only ties therefore asks for equal scores. A group of one response has
+    the term 0 and is included in the mean.
 
-    top: only the first so many places count: those of whom fewer than `top` of their group are better. 1 is ListNet's
-    (Cao et al. 2007) with all probability on the best. Two that are not tied have the loss of `bradley_terry`.
+    top: count only the first `top` places, that is, responses for which fewer than `top` others of the group are better.
+    top = 1 is ListNet (Cao et al. 2007) with all probability on the best response. For two responses that are not tied the
+    loss equals `bradley_terry`.
 
-    scores: [N]; group_ids: [N] in any order; ranks: [N], 0 is the best; only their order counts. Makes N x N scores.
-    Errors: ValueError for shapes that differ and for a top below 1.
+    scores: [N]; group_ids: [N] in any order; ranks: [N], 0 is the best; only the order of the ranks matters. Memory: N x N
+    scores. Errors: ValueError if shapes differ or `top` is below 1.
     """
     _same_length(scores=scores, group_ids=group_ids, ranks=ranks)
     if top is not None and top < 1:
@@ -258,12 +268,12 @@ def plackett_luce(scores: Tensor, group_ids: Tensor, ranks: Tensor, *, top: int 
 
 
 def pairs(group_ids: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of one group whose ranks differ: (better [P] and worse [P], indices; weights [P] fp32).
+    """Return all pairs within groups whose ranks differ: (better [P] and worse [P], indices; weights [P] fp32).
 
-    A weight is 1 / (pairs of that group): their sum is the number of groups that have a pair, and a group counts once whatever
-    its size (InstructGPT, Ouyang et al. 2022, section 3.5, eq. 1).
+    The weight of a pair is 1 / (number of pairs of its group). Each group with a pair therefore counts once, whatever its
+    size (InstructGPT, Ouyang et al. 2022, section 3.5, eq. 1), and the weights add up to the number of these groups.
 
-    group_ids: [N] in any order; ranks: [N], 0 is the best. Errors: ValueError for shapes that differ.
+    group_ids: [N] in any order; ranks: [N], 0 is the best. Errors: ValueError if shapes differ.
     """
     _same_length(group_ids=group_ids, ranks=ranks)
     same = group_ids[:, None] == group_ids
@@ -274,11 +284,12 @@ def pairs(group_ids: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def pair_calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> Tensor:
-    """Sums over N pairs, for `calibration_error`: [3, bins] fp64 that add up over micro-batches and ranks.
+    """Return sums over N pairs for `calibration_error`: [3, bins] fp64, to be added over micro-batches and ranks.
 
-    With p = sigmoid(chosen - rejected), a pair's confidence is max(p, 1 - p), and it is right (1) where p > 1/2, wrong (0)
-    where p < 1/2, and 1/2 where the scores are equal. Rows: pairs, sum of confidences, sum of right ones; bins of equal width
-    from a confidence of 1/2 to 1. Errors: ValueError for shapes that differ and for bins below 1.
+    With p = sigmoid(chosen - rejected), the confidence of a pair is max(p, 1 - p). The pair is right (1) if p > 1/2, wrong
+    (0) if p < 1/2, and counts 1/2 if the scores are equal. The rows hold the number of pairs, the sum of confidences and the
+    number of right pairs. The bins divide the confidences from 1/2 to 1 into equal widths. Errors: ValueError if shapes
+    differ or `bins` is below 1.
     """
     if bins < 1:
         raise ValueError(f"bins = {bins}: must be at least 1")
@@ -293,10 +304,10 @@ def pair_calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> Tensor
 
 @torch.no_grad()
 def label_calibration(scores: Tensor, labels: Tensor, bins: int = 10) -> Tensor:
-    """Sums over N labels from 0 to 1 that `calibration_error` is made of: [3, bins] fp64, which may be added up.
+    """Return sums over N labels between 0 and 1 for `calibration_error`: [3, bins] fp64, to be added over ranks.
 
-    A score is the logit of p, the probability of a yes. Rows: labels, sum of p, sum of the labels themselves; bins of equal
-    width of p from 0 to 1. Errors: ValueError for shapes that differ and for bins below 1.
+    A score is the logit of p, the probability of "yes". The rows hold the number of labels, the sum of p and the sum of the
+    labels. The bins divide p from 0 to 1 into equal widths. Errors: ValueError if shapes differ or `bins` is below 1.
     """
     if bins < 1:
         raise ValueError(f"bins = {bins}: must be at least 1")
@@ -308,23 +319,24 @@ def label_calibration(scores: Tensor, labels: Tensor, bins: int = 10) -> Tensor:
 
 @torch.no_grad()
 def area_under_curve(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Area under the ROC curve, a scalar fp64: share of the pairs of one of each in which the positive has the higher score.
+    """Return the area under the ROC curve, an fp64 scalar: the share of (positive, negative) pairs that are in order.
 
-    Equal scores count half (Mann and Whitney 1947). [P] and [N] scores; NaN where there are none of either, or one is NaN.
+    A pair is in order if the positive has the higher score; equal scores count half (Mann and Whitney 1947). positives: [P],
+    negatives: [N] scores. NaN if one of the two is empty, or if a score is NaN.
     """
     if not len(positives) or not len(negatives) or bool(torch.cat([positives, negatives]).isnan().any()):
         return torch.tensor(torch.nan, dtype=torch.float64)
     values, places = torch.cat([positives, negatives]).unique(return_inverse=True)
     counts = [part.bincount(minlength=len(values)).double() for part in places.tensor_split([len(positives)])]
-    below = counts[1].cumsum(0) - counts[1] / 2  # negatives with a lower score, and half of those with the same
+    below = counts[1].cumsum(0) - counts[1] / 2  # negatives with a lower score, plus half of the ties
     return (counts[0] * below).sum() / (len(positives) * len(negatives))
 
 
 def calibration_error(sums: Tensor) -> Tensor:
-    """Expected calibration error (Guo et al. 2017, eq. 3), a scalar between 0 and 1; NaN without pairs, or labels.
+    """Return the expected calibration error (Guo et al. 2017, eq. 3), a scalar between 0 and 1; NaN without data.
 
-    The mean over pairs of |mean confidence - share of right ones| of their bin, or over labels of |mean p - mean label|. sums:
-    [3, bins], added up `pair_calibration` or `label_calibration`.
+    It is the mean over pairs of |mean confidence - share of right pairs| of their bin, or the mean over labels of
+    |mean p - mean label| of their bin. sums: [3, bins], added results of `pair_calibration` or `label_calibration`.
     """
     count, confidence, right = sums
     return (confidence - right).abs().sum() / count.sum()

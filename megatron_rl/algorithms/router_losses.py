@@ -1,4 +1,4 @@
-"""Terms that keep a router's experts in use: losses of its scores and logits, and biases that move with the load."""
+"""Terms that balance the experts of a router: losses on its scores and logits, and biases that follow the load."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from torch import Tensor
 
 
 def load_balancing_terms(scores: Tensor, loads: Tensor) -> Tensor:
-    """Each token's term [T] of the load-balancing loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4), in the type of scores.
+    """Return each token's term [T] of the load-balancing loss, in the dtype of `scores`.
 
-    With E experts, p the scores of a token, which add up to 1, and f the share of the loads that each expert has: E x the sum
-    of f p. The mean over the tokens that the loads are of is the loss: 1 where all experts have the same load or the same
-    score, and E where one expert has everything. Only scores have a gradient.
+    Source: Fedus et al. 2021, arXiv 2101.03961, eq. 4. With E experts, the scores p of a token (their sum is 1) and the share
+    f of the load of each expert, the term is E x the sum over experts of f p. The loss is the mean over the tokens from which
+    the loads were counted. It is 1 if all experts have the same load or the same score, and E if one expert has everything.
+    Only `scores` get a gradient.
 
-    scores: [T, E]; loads: [E], choices of each expert over all tokens, those of other ranks included; all 0: the terms are 0.
+    scores: [T, E]; loads: [E], how often each expert was chosen over all tokens, on all ranks. If all loads are 0, the terms
+    are 0.
 
-    Hugging Face's load_balancing_loss_func is the same of one layer, times the number of experts of a token.
+    For one layer, Hugging Face's load_balancing_loss_func gives this loss times the number of experts per token.
     """
     shares = loads.detach().to(scores.dtype)
     return scores @ (shares / shares.sum().clamp(min=1)) * scores.shape[-1]
 
 
 def z_terms(logits: Tensor) -> Tensor:
-    """Each token's term [T] of the router's z-loss (Zoph et al. 2022, arXiv 2202.08906, eq. 5): logsumexp(logits)^2.
+    """Return each token's term [T] of the router's z-loss (Zoph et al. 2022, arXiv 2202.08906, eq. 5): logsumexp(logits)^2.
 
-    logits: [T, E]. The mean over tokens is the loss, which keeps logits small, where their rounding is small too.
+    logits: [T, E]. The loss is the mean over tokens. It keeps the logits small, so that their rounding errors are small too.
     """
     return torch.logsumexp(logits, dim=-1).square()
 
 
 @torch.no_grad()
 def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
-    """Biases [E] after an update: bias + rate x sign(mean load - load) (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    """Return the biases after an update: bias + rate x sign(mean load - load).
 
-    A bias is added to a router's scores where it chooses, and not where it weighs (DeepSeek-V3, arXiv 2412.19437, eq. 16).
-    loads: [..., E], choices of each expert in the update; biases likewise.
+    Source: Wang et al. 2024, arXiv 2408.15664, algorithm 1. The bias is added to the router's scores to choose experts, but
+    not to compute their weights (DeepSeek-V3, arXiv 2412.19437, eq. 16).
+    bias, loads: [..., E]; loads: how often each expert was chosen in the update.
     """
     return bias + rate * torch.sign(loads.mean(-1, keepdim=True) - loads).to(bias.dtype)

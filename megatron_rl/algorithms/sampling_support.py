@@ -1,4 +1,4 @@
-"""The sampling contract: one object says from which support a token was drawn, for the sampler and for the loss."""
+"""Sampling support: the set of tokens that the engine samples from, described once for the sampler and the loss."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from megatron_rl.config import PruningConfig, SamplingConfig
 from megatron_rl.errors import UserError
 
 MOST_KEPT = 4096
-"""Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""
+"""Largest top_k for which SGLang can return the kept tokens (its option return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
-"""Tokens that it may name: ties at the border are all kept, and a set that is too large ends the request."""
+"""Largest number of kept tokens that SGLang may return. It keeps all ties at the border; a larger set fails the request."""
 _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
 _UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-"""Said in every request, as a server may have been given other defaults (--preferred-sampling-params), and log-probs do not
-tell."""
+"""Options sent in every request: a server may have other defaults (--preferred-sampling-params), and log-probs would not
+show them."""
 
 
 @dataclass(frozen=True)
 class SamplingSupport:
-    """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
+    """Temperature and truncation of sampling, used for the log-probs of both the engine and the trainer.
 
-    Log-probs of engine and trainer are always over the same kind of renormalized support. Nothing truncated: the whole
-    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (Li et al., def. 5.1); the
-    engine's may be fewer (engine_min_p: pruning.engine_rho). Log-probs of each side are over its own set (def. 5.2), so that
-    a ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the tokens between the two borders.
-    top_p, top_k: the tokens that the engine kept, which it sends along. Log-probs of a truncated engine against those
-    of the whole vocabulary would put log(kept mass) into every importance ratio.
+    Both sides always compute log-probs over the same kind of renormalized support:
+    no truncation: the whole vocabulary.
+    min_p (pruning.rho): on each side, the tokens whose probability is at least min_p times the largest one of this side (Li
+    et al., def. 5.1). The engine's set may be smaller (engine_min_p: pruning.engine_rho). Each side renormalizes over its own
+    set (def. 5.2). The ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the tokens between the
+    two borders.
+    top_p, top_k: the tokens that the engine kept and returned with each response token.
+    If the engine truncated and the trainer did not, log(kept mass) would enter every importance ratio.
     """
 
     temperature: float = 1.0
@@ -39,14 +41,17 @@ class SamplingSupport:
     top_k: int = -1
     min_p: float = 0.0
     engine_min_p: float | None = None
-    """None: min_p."""
+    """The engine's min_p; None: the same as min_p."""
     tail_floor: float = 0.0
-    """A fault of the engine, of which the trainer knows nothing: no token that is not pruned has a smaller share of the
-    likeliest one's probability than this."""
+    """Fault for experiments, in the engine only: each token that is not pruned gets at least this fraction of the largest
+    probability. The trainer does not know of it."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, pruning: PruningConfig) -> SamplingSupport:
-        """Errors: UserError naming the key, for what the engine cannot sample or cannot tell."""
+        """Build the support from the config.
+
+        Errors: UserError that names the key, if the engine cannot sample this support or cannot return its kept tokens.
+        """
         support = cls(config.temperature, config.top_p, config.top_k, tail_floor=config.tail_floor or 0.0)
         if pruning.enabled:
             support = replace(support, min_p=pruning.rho, engine_min_p=pruning.engine_rho)
@@ -54,69 +59,72 @@ class SamplingSupport:
         if support.engine_rho < support.min_p:
             raise UserError(
                 f"config: pruning.engine_rho = {support.engine_rho:g} is below rho = {support.min_p:g}: the engine would sample"
-                " tokens outside the trainer's set, which have ratio 0 and teach nothing; set engine_rho: null, or above rho"
+                " tokens outside the trainer's set, which have ratio 0 and no gradient; set engine_rho: null, or above rho"
             )
         if support.top_k < -1 or support.top_k == 0:
-            raise UserError(f"{key}.top_k = {support.top_k}: -1 keeps all tokens, 2 to {MOST_KEPT} the likeliest ones")
+            raise UserError(
+                f"{key}.top_k = {support.top_k}: set -1 to keep all tokens, or 2 to {MOST_KEPT} to keep the likeliest ones"
+            )
         if not support.keeps_sets:
             return support
         if support.min_p:
             raise UserError(
-                f"{key}.top_p or top_k with pruning.enabled: two truncations, and the engine can return log-probs of one"
-                " alone; set top_p: 1.0 and top_k: -1, or pruning.enabled: false"
+                f"{key}.top_p or top_k with pruning.enabled: the engine can return log-probs for only one kind of truncation;"
+                " set top_p: 1.0 and top_k: -1, or pruning.enabled: false"
             )
         if not 2 <= support.top_k <= MOST_KEPT:
             valid = 1024 if support.top_k != 1 else 2
             raise UserError(
-                f"{key}: top_p = {support.top_p:g} with top_k = {support.top_k}: the engine names the tokens that it kept"
-                f" for a top_k of 2 to {MOST_KEPT}, and without their names the trainer's log-probs would be over another"
+                f"{key}: top_p = {support.top_p:g} with top_k = {support.top_k}: the engine returns the kept tokens only"
+                f" for a top_k of 2 to {MOST_KEPT}; without them the trainer's log-probs would be over another"
                 f" support; set top_k: {valid}, or truncate with pruning.enabled instead"
             )
         return support
 
     @property
     def keeps_sets(self) -> bool:
-        """True if the engine's kept set goes with every token."""
+        """True if the engine returns its kept set with every token."""
         return (self.top_p < 1.0 or self.top_k > 0) and self.temperature > 0
 
     @property
     def has_processor(self) -> bool:
-        """True if the engine bounds the tail by a logit processor of ours."""
+        """True if the engine needs this package's logit processor (PRUNE_TAIL)."""
         return bool(self._bounds)
 
     @property
     def log_rho(self) -> float | None:
-        """The trainer's, for `ops.masked_log_softmax`; None: nothing is pruned."""
+        """Log of the trainer's pruning threshold, for `ops.masked_log_softmax`; None without vocabulary pruning."""
         return math.log(self.min_p) if self.min_p else None
 
     @property
     def engine_rho(self) -> float:
-        """The engine's pruning threshold; 0: it does not prune."""
+        """Pruning threshold of the engine; 0 without vocabulary pruning."""
         return self.min_p if self.engine_min_p is None else self.engine_min_p
 
     @property
     def unpruned(self) -> SamplingSupport:
-        """The same with the whole vocabulary on both sides."""
+        """The same support without vocabulary pruning on both sides."""
         return replace(self, min_p=0.0, engine_min_p=None)
 
     def sampled(self) -> dict[str, float]:
-        """The support that tokens and log-probs come from, as records hold it: min_p is the engine's."""
+        """Return the support of tokens and log-probs, in the form of recorded trajectories; min_p is the engine's value."""
         found = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.engine_rho}
         return found | {"tail_floor": self.tail_floor}
 
     def check_recorded(self, recorded: dict[str, float]) -> None:
-        """Errors: ValueError where a recorded trajectory was sampled under another support."""
-        recorded = _WHOLE | recorded  # the first releases neither truncated nor said so
+        """Check that a recorded trajectory was sampled under this support. Errors: ValueError if not."""
+        recorded = _WHOLE | recorded  # records of the first releases lack these keys: those releases did not truncate
         pairs = [(name, recorded[name], mine) for name, mine in self.sampled().items() if name in recorded]
         apart = [f"{name} {value:g} and not {mine:g}" for name, value, mine in pairs if value != mine]
         if apart:
             raise ValueError(
                 f"sampled under {', '.join(apart)} (min_p is pruning.engine_rho or rho, 0 without pruning): the"
-                " log-probs of both sides would be over different supports; set rollout.sampling and pruning as they were"
+                " log-probs of both sides would be over different supports; set rollout.sampling and pruning to the values of"
+                " the recording"
             )
 
     def request(self) -> dict[str, Any]:
-        """The part of SGLang's sampling_params that this support fixes."""
+        """Return SGLang's sampling_params, as far as this support sets them."""
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         sampling |= _UNTOUCHED
         if bounds := self._bounds:
@@ -124,7 +132,7 @@ class SamplingSupport:
         return sampling
 
     def options(self) -> dict[str, Any]:
-        """The other fields of SGLang's request that it needs."""
+        """Return the other fields of SGLang's request that this support needs."""
         options: dict[str, Any] = {"custom_logit_processor": PRUNE_TAIL} if self._bounds else {}
         if self.keeps_sets:
             options["return_sampling_mask"] = True
@@ -133,11 +141,11 @@ class SamplingSupport:
     @property
     def _bounds(self) -> dict[str, float]:
         shares = {"log_rho": self.engine_rho, "log_floor": self.tail_floor}
-        # Greedy: the likeliest token is in every support.
+        # Greedy sampling needs no bounds: the likeliest token is in every support.
         return {name: math.log(share) for name, share in shares.items() if share and self.temperature}
 
 
 def request_seed(key: str, number: int) -> int:
-    """Seed in [0, 2**63) of request `number` (prompt by prompt) among those that `key` names (config seed and step)."""
+    """Return the seed, in [0, 2**63), of one request. key: config seed and step; number: of the request, prompt by prompt."""
     digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,18 +1,19 @@
-"""Stein variational policy updates over experts: the experts of a MoE layer as the particles of one distribution.
+"""Stein variational policy updates over experts: the experts of an MoE layer are the particles of one distribution.
 
-VP2O, "Variational Proximal Policy Optimization" (arXiv:2606.08032), of one layer with N experts. Each has a prototype, the
-top right singular vector p_i of its output projection W_i, and K = P P^T / tau says how alike two experts are. With g_j
-the gradient of expert j and the weights alpha (experts that are active on the same tokens) and beta (those that are not),
-expert i moves along
+This file implements VP2O, "Variational Proximal Policy Optimization" (arXiv:2606.08032), for one layer with N experts. Each
+expert has a prototype p_i, the top right singular vector of its output projection W_i. K = P P^T / tau measures how alike two
+experts are. g_j is the gradient of expert j. The weights alpha belong to experts that are active on the same tokens, the
+weights beta to experts that are not. Expert i moves along
 
     phi_i = sum_j alpha_ij K_ij g_j - lambda sum_j beta_ij grad_{W_i} K_ij                            (Eq. 10, see below)
 
-The sign of the second term is the text's, not the print's. Printed, Eq. 10 adds grad K and Section 3.2 ascends along it, which
-would pull experts together; the text wants them pushed apart, as SVGD does, whose repulsion is the gradient of the kernel in
-its *other* argument. Here a step of pure repulsion lowers the mean kernel over the pairs of beta.
+The sign of the second term follows the text of the paper, not its printed equation. As printed, Eq. 10 adds grad K and Section
+3.2 ascends along it, which would pull experts together. The text wants to push them apart, as SVGD does: there the repulsion
+is the gradient of the kernel in its *other* argument. Here a step of pure repulsion lowers the mean kernel over the pairs of
+beta.
 
-A singular vector has no sign of its own, so K_ij has one only relative to where the power iteration started: give all experts
-of a layer the same start.
+A singular vector has no sign. The sign of K_ij therefore depends on where the power iteration started: give all experts of a
+layer the same start.
 """
 
 from __future__ import annotations
@@ -24,56 +25,57 @@ import torch
 from torch import Tensor
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold the other slices of D_in."""
+"""Function that sums a tensor over the ranks that hold the other slices of D_in."""
 Attraction = Literal["kernel", "mean"]
-"""How gradients are combined: by alpha K as Eq. 10 has it, or by a weighted mean (`mixing`)."""
+"""Combination of the gradients: by alpha K (Eq. 10), or by a weighted mean (`mixing`)."""
 OrthogonalityForm = Literal["cosine", "projection"]
-"""Form of the term that `orthogonality_loss` adds up."""
+"""Form of the terms of `orthogonality_loss`."""
 MOST_NEIGHBORS = 4
-"""Most neighbors, and inactive neighbors, that an expert has by default."""
+"""Default limit of an expert's number of neighbors, and of its number of inactive neighbors."""
 TOLERANCE = 1e-10
-"""Squared residual, relative to what is to be solved for, at which conjugate gradients stop."""
+"""Squared residual at which conjugate gradients stop, relative to the squared norm of the target."""
 
 
 def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# -- who meets whom ---------------------------------------------------------------------------------------------------
+# -- co-activation ----------------------------------------------------------------------------------------------------
 
 
 def neighborhood(experts: int, neighbors: int | None = None, inactive: int | None = None) -> tuple[int, int]:
-    """How many neighbors (itself among them) and inactive neighbors an expert has in a layer of so many experts.
+    """Return the number of neighbors (including the expert itself) and of inactive neighbors in a layer of `experts`.
 
-    What is None is a quarter of the experts, at most MOST_NEIGHBORS, so that pairs are left that do neither; below four experts
-    none attract.
+    The default of each number is a quarter of the experts, at most MOST_NEIGHBORS, so that some pairs neither attract nor
+    repel. In a layer of fewer than four experts the default is no attraction between experts.
     """
     quarter = min(MOST_NEIGHBORS, max(1, experts // 4))
     return neighbors or (max(2, quarter) if experts >= 4 else 1), inactive or quarter
 
 
 def coactivation_counts(topk: Tensor, num_experts: int, counted: Tensor) -> Tensor:
-    """Number of tokens on which two experts are both active, `[N, N]` fp32; on the diagonal those of one expert.
+    """Return the number of tokens on which two experts are both active, `[N, N]` fp32; the diagonal counts single experts.
 
-    topk `[T, k]` ids, counted `[T]` bool. No step waits for a GPU.
+    topk: `[T, k]` expert ids; counted: `[T]` bool, the tokens to include. No operation waits for a GPU.
     """
     active = torch.zeros(len(topk), num_experts, device=topk.device)
     return coactivation_sums(active.scatter_(1, topk.long(), 1.0), counted)
 
 
 def coactivation_sums(shares: Tensor, counted: Tensor) -> Tensor:
-    """Sum over the counted tokens of s_i s_j, `[N, N]` (Eq. 6 before its mean); shares s `[T, N]`, counted `[T]` bool.
+    """Return the sum of s_i s_j over the counted tokens, `[N, N]` (Eq. 6 before its mean).
 
-    Hard routing: s is 1 for a token's experts and 0 for the others; soft routing: it is the router's distribution over all.
+    shares: s, `[T, N]`; counted: `[T]` bool. With hard routing s is 1 for a token's experts and 0 for the others. With soft
+    routing s is the router's distribution over all experts.
     """
     shares = shares * counted[:, None]
     return shares.t() @ shares
 
 
 def coactivation(topk: Tensor, num_experts: int) -> Tensor:
-    """O_ij = E_x[s_i(x) s_j(x)] (Eq. 6) with hard routing, `[N, N]` fp32; topk `[T, k]` expert ids. Zero without tokens.
+    """Return O_ij = E_x[s_i(x) s_j(x)] (Eq. 6) with hard routing, `[N, N]` fp32; zeros without tokens.
 
-    Errors: ValueError for an id that is no expert.
+    topk: `[T, k]` expert ids. Errors: ValueError if an id is outside of the experts.
     """
     if topk.numel() and (int(topk.min()) < 0 or int(topk.max()) >= num_experts):
         raise ValueError(f"expert ids from {int(topk.min())} to {int(topk.max())}; there are {num_experts} experts")
@@ -82,10 +84,10 @@ def coactivation(topk: Tensor, num_experts: int) -> Tensor:
 
 
 def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = None) -> Tensor:
-    """M^att `[N, N]` bool: an active expert, and the `neighbors` - 1 others that are most often active with it.
+    """Return M^att, `[N, N]` bool: for each active expert itself and the `neighbors` - 1 most often co-active experts.
 
-    With `above`: all others with O_ij >= `above`. A row without activity is empty, and experts that never meet are no
-    neighbors.
+    With `above`: itself and all other experts with O_ij >= `above`. The row of an inactive expert is empty. Experts that are
+    never active on the same token are not neighbors.
     """
     others = _others(coactivation) & (coactivation > 0)
     itself = torch.diag(coactivation.diagonal() > 0)
@@ -96,9 +98,10 @@ def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = 
 def repulsion_mask(
     coactivation: Tensor, inactive_neighbors: int, below: float | None = None, *, attract: Tensor | None = None
 ) -> Tensor:
-    """M^rep `[N, N]` bool: the `inactive_neighbors` experts that are most rarely active together with an active one.
+    """Return M^rep, `[N, N]` bool: for each active expert the `inactive_neighbors` least often co-active experts.
 
-    With `below`: all with O_ij <= `below`. Experts in the mask `attract` are left out. A row without activity is empty.
+    With `below`: all other experts with O_ij <= `below`. Experts in the mask `attract` are left out. The row of an inactive
+    expert is empty.
     """
     others = _others(coactivation) & (coactivation.diagonal() > 0)[:, None]
     others = others if attract is None else others & ~attract
@@ -110,9 +113,9 @@ def _others(matrix: Tensor) -> Tensor:
 
 
 def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
-    """The `count` smallest scores of each row among those allowed.
+    """Return a mask of the `count` smallest allowed scores of each row.
 
-    Equal scores go round from the row's own place on, so that not all experts choose the first ones.
+    Ties are broken in cyclic order, starting at the row's own index, so that not all experts choose the first ones.
     """
     size = len(scores)
     order = (torch.arange(size, device=scores.device)[:, None] + torch.arange(size, device=scores.device)) % size
@@ -122,7 +125,7 @@ def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
 
 
 def neighbor_weights(mask: Tensor) -> Tensor:
-    """The alpha or beta of Eq. 9 from a mask `[N, N]`: mask / max(1, its row's sum), fp32 (fp64 stays)."""
+    """Return alpha or beta of Eq. 9 from a mask `[N, N]`: mask / max(1, sum of the row), fp32 (fp64 for fp64)."""
     mask = mask if mask.dtype == torch.float64 else mask.float()
     return mask / mask.sum(-1, keepdim=True).clamp(min=1)
 
@@ -131,10 +134,10 @@ def neighbor_weights(mask: Tensor) -> Tensor:
 
 
 def prototypes(weights: Tensor, steps: int, initial: Tensor, *, all_reduce: AllReduce = _alone) -> Tensor:
-    """`steps` power iterations on W^T W: unit vectors `[N, D_out]` that tend to the top right singular vectors.
+    """Return unit vectors `[N, D_out]` after `steps` power iterations on W^T W, near the top right singular vectors.
 
-    weights `[N, D_in, D_out]`, initial `[N, D_out]` (any length). fp32 at least. An expert whose weights are zero keeps
-    its initial direction. Differentiable as it is written, step by step; `kernel_gradient` is what it tends to.
+    weights: `[N, D_in, D_out]`; initial: `[N, D_out]`, of any norm. The result is at least fp32. An expert whose weights are
+    zero keeps its initial direction. Autograd differentiates through the steps; `kernel_gradient` gives the limit.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weights, start = weights.to(dtype), torch.nn.functional.normalize(initial.to(dtype), dim=-1)
@@ -146,10 +149,10 @@ def prototypes(weights: Tensor, steps: int, initial: Tensor, *, all_reduce: AllR
 
 
 def kernel(prototypes: Tensor, temperature: float) -> Tensor:
-    """K = P P^T / temperature (Eq. 8), `[N, N]`; the paper's temperature is T0 / N.
+    """Return K = P P^T / temperature (Eq. 8), `[N, N]`; the temperature of the paper is T0 / N.
 
-    prototypes `[N, D_out]`, unit norm. The diagonal is 1 / temperature exactly, so that an expert without neighbors keeps its
-    gradient bit for bit at temperature 1.
+    prototypes: `[N, D_out]`, unit norm. The diagonal is exactly 1 / temperature. At temperature 1 an expert without neighbors
+    therefore keeps its gradient bit for bit.
     """
     similar = prototypes @ prototypes.t() / temperature
     return torch.where(_others(similar), similar, similar.new_tensor(1.0 / temperature))
@@ -166,18 +169,18 @@ def kernel_gradient(
     all_reduce: AllReduce = _alone,
     experts: slice = slice(None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(a, x, b, p) with sum_j beta_ij grad_{W_i} K_ij = a_i x_i^T + b_i p_i^T for the converged power iteration.
+    """Return (a, x, b, p) with sum_j beta_ij grad_{W_i} K_ij = a_i x_i^T + b_i p_i^T, for the converged power iteration.
 
-    weights `[n, D_in, D_out]` of the `experts` (all N, or this rank's); prototypes `[N, D_out]`, kernel and repel (beta)
-    `[N, N]`. a, b `[n, D_in]`, x, p `[n, D_out]`: a gradient of rank 2 is kept as its factors.
+    weights: `[n, D_in, D_out]` of the `experts` (all N, or those of this rank); prototypes: `[N, D_out]`; kernel and repel
+    (beta): `[N, N]`. Results: a, b `[n, D_in]`; x, p `[n, D_out]`. The gradient has rank 2, so only its factors are returned.
 
     At p, the top eigenvector of M = W^T W with eigenvalue s, dp = (s I - M)^+ (I - p p^T) dM p. With the target
     q_i = sum_j beta_ij p_j / tau, one solve x = (s I - M)^+ (q - <q, p> p) serves the whole row:
     grad <q, p> = (W p) x^T + (W x) p^T.
 
-    damping: (s I - M) is raised by damping * s, which bounds x where the two largest singular values meet and the direction
-    means little; 0 is exact. Conjugate gradients, at most `iterations`; a row whose p is not yet the top eigenvector ends where
-    it meets a direction along which the raised operator is smaller than it would be then.
+    damping: damping * s I is added to (s I - M). This bounds x if the two largest singular values are nearly equal, when the
+    direction p means little; 0 is exact. The solver runs at most `iterations` of conjugate gradients. If p of a row is not yet
+    the top eigenvector, the row stops at the first direction of lower curvature than a converged p would allow.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weights, every = weights.to(dtype), prototypes.to(dtype)
@@ -192,8 +195,8 @@ def kernel_gradient(
     def apply(v: Tensor) -> Tensor:
         return across((1 + damping) * top * v - all_reduce(_transposed(weights, _times(weights, v))))
 
-    # Not relative to across(towards): where prototypes are parallel, that is nothing but rounding, some of it along p, and p is
-    # what the operator knows nothing of.
+    # The tolerance is not relative to across(towards): for parallel prototypes that vector is only rounding error, partly along
+    # p, and the operator maps p to zero.
     enough = towards.square().sum(-1, keepdim=True) * (TOLERANCE**2 if dtype == torch.float64 else TOLERANCE)
     x = _conjugate_gradients(apply, across(towards), iterations, enough, 0.99 * damping * top)
     return a, x, _times(weights, x), p
@@ -204,15 +207,15 @@ def _conjugate_gradients(
 ) -> Tensor:
     """Solve apply(x) = right row by row, `[n, D]`.
 
-    A row stops where its squared residual is `enough` `[n, 1]`, or where the operator's curvature is not above its `smallest`
-    eigenvalue `[n, 1]`: there p is not yet the top vector, and the row keeps what was found so far.
+    A row stops when its squared residual is at most `enough` `[n, 1]`. It also stops when the curvature of the operator is not
+    above its `smallest` eigenvalue `[n, 1]`. Then p is not yet the top vector, and the row keeps its current solution.
     """
     x, residual = torch.zeros_like(right), right
     direction = residual
     squared = residual.square().sum(-1, keepdim=True)
     going = squared > enough
     for _ in range(min(iterations, 4 * right.shape[-1])):
-        if right.device.type == "cpu" and not bool(going.any()):  # elsewhere it would wait for the device
+        if right.device.type == "cpu" and not bool(going.any()):  # on a GPU this check would wait for the device
             break
         applied = apply(direction)
         curvature = (direction * applied).sum(-1, keepdim=True)
@@ -227,7 +230,7 @@ def _conjugate_gradients(
 
 
 def _times(weights: Tensor, vectors: Tensor) -> Tensor:
-    return _transposed(weights.transpose(-1, -2), vectors)  # a row times a matrix is the faster way round on a CPU
+    return _transposed(weights.transpose(-1, -2), vectors)  # on a CPU row times matrix is faster than the reverse
 
 
 def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -238,12 +241,13 @@ def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
 
 
 def mixing(attract: Tensor, kernel: Tensor, attraction: Attraction = "kernel") -> Tensor:
-    """`[N, N]`: how much of g_j is in the attraction of expert i; attract (alpha) and kernel `[N, N]`.
+    """Return the weight of g_j in the attraction of expert i, `[N, N]`; attract (alpha) and kernel: `[N, N]`.
 
-    kernel: alpha_ij K_ij (Eq. 10). This is no mean: a row's sum scales with 1 / tau, and with K_ii = 1 and nearly orthogonal
-    prototypes it is 1 / neighbors. mean: max(alpha_ij K_ij, 0) over its row's sum, so that rows sum to 1 and tau cancels. A
-    mean has no negative weights: a pair whose prototypes point apart is left out of it, and not followed backwards; the row's
-    own entry is positive. A row of zeros stays one. A row with but its own entry is the identity's, to the bit.
+    "kernel": alpha_ij K_ij (Eq. 10). This is not a mean: the sum of a row scales with 1 / tau. With K_ii = 1 and nearly
+    orthogonal prototypes the sum is 1 / neighbors.
+    "mean": max(alpha_ij K_ij, 0) / sum of its row, so that each row sums to 1 and tau cancels. Negative weights are set to 0:
+    a pair whose prototypes point in opposite directions is left out. The diagonal entry is always positive for an active
+    expert. A row of zeros stays zero. A row whose only entry is the diagonal is bit for bit the row of the identity.
     """
     weights = attract * kernel
     if attraction == "kernel":
@@ -253,7 +257,7 @@ def mixing(attract: Tensor, kernel: Tensor, attraction: Attraction = "kernel") -
 
 
 def untouched(mixing: Tensor) -> Tensor:
-    """`[N]` bool: rows of `[N, N]` that are those of the identity."""
+    """Return `[N]` bool: True for rows of `mixing` `[N, N]` that equal the row of the identity."""
     identity = torch.eye(len(mixing), dtype=mixing.dtype, device=mixing.device)
     return (mixing == identity).all(-1)
 
@@ -268,10 +272,10 @@ def transform(
     repulsion: float,
     attraction: Attraction = "kernel",
 ) -> Tensor:
-    """Gradients of the loss, `[N, D_in, D_out]`, as VP2O descends them (Eq. 10; its sign is told above), same shape.
+    """Transform gradients of the loss `[N, D_in, D_out]` into VP2O's descent directions (Eq. 10, sign as above), same shape.
 
-    weights `[N, D_in, D_out]`, prototypes `[N, D_out]`, kernel, attract (alpha) and repel (beta) `[N, N]`, repulsion lambda. A
-    row of the `mixing` that is the identity's leaves its expert's gradient as it is, bit for bit.
+    weights: `[N, D_in, D_out]`; prototypes: `[N, D_out]`; kernel, attract (alpha) and repel (beta): `[N, N]`; repulsion:
+    lambda. If a row of `mixing` is the row of the identity, the gradient of this expert stays the same bit for bit.
     """
     by = mixing(attract, kernel, attraction).to(grads.dtype)
     mixed = torch.einsum("ij,j...->i...", by, grads)
@@ -283,24 +287,25 @@ def transform(
     return mixed + repulsion * gradient.to(grads.dtype)
 
 
-# -- beside the update ------------------------------------------------------------------------------------------------
+# -- further terms ----------------------------------------------------------------------------------------------------
 
 
 def orthogonality_loss(expert_outputs: Tensor, form: OrthogonalityForm = "projection") -> Tensor:
-    """How little the outputs of a token's experts are orthogonal, summed over tokens: a scalar, fp32 at least.
+    """Return a penalty for non-orthogonal outputs of a token's experts, summed over tokens: a scalar, at least fp32.
 
-    expert_outputs `[T, k, D]`: what the k experts of a token put out, without their router weights.
+    expert_outputs: `[T, k, D]`, outputs of the k experts of each token, without router weights.
 
-    projection: L_o of Section 3.2, the sum over ordered pairs j != k of (<x_j, x_k> / (<x_k, x_k> + eps))^2. It has no bound: a
-    pair counts by the square of the ratio of its lengths, and there are k (k - 1) of them. cosine, ours: the mean over pairs
-    of cos^2(x_j, x_k), with the same eps = 1e-6 beside both squared lengths: from 0 to 1 whatever k and the lengths are.
+    "projection": L_o of Section 3.2, the sum over ordered pairs j != k of (<x_j, x_k> / (<x_k, x_k> + eps))^2. It is not
+    bounded: a pair scales with the square of the ratio of its norms, and there are k (k - 1) pairs.
+    "cosine" (not in the paper): the mean over pairs of cos^2(x_j, x_k), with eps = 1e-6 added to both squared norms. Each
+    token's term is between 0 and 1, whatever k and the norms are.
     """
     x = expert_outputs.to(torch.promote_types(expert_outputs.dtype, torch.float32))
     return orthogonality_of_products(x @ x.transpose(-1, -2), form)
 
 
 def orthogonality_of_products(inner: Tensor, form: OrthogonalityForm = "projection") -> Tensor:
-    """orthogonality_loss from the inner products <x_j, x_k>, `[T, k, k]`."""
+    """Return `orthogonality_loss` from the inner products <x_j, x_k>, `[T, k, k]`."""
     squares = inner.diagonal(dim1=-2, dim2=-1) + 1e-6
     apart = ~torch.eye(inner.shape[-1], dtype=torch.bool, device=inner.device)
     if form == "projection":
@@ -310,9 +315,9 @@ def orthogonality_of_products(inner: Tensor, form: OrthogonalityForm = "projecti
 
 
 def barycenter_shift(gates: Tensor, prototypes: Tensor, anchor_gates: Tensor, anchor_prototypes: Tensor) -> Tensor:
-    """Mean over tokens of ||P(x) - P_anc(x)||_2 with P(x) = sum_i gate_i(x) p_i (Section 3.3), a scalar; 0 without tokens.
+    """Return the mean over tokens of ||P(x) - P_anc(x)||_2 with P(x) = sum_i gate_i(x) p_i (Section 3.3); 0 without tokens.
 
-    gates `[T, N]` (0 where an expert is not chosen), prototypes `[N, D_out]`; the anchor's of the same shapes.
+    gates: `[T, N]`, 0 for experts that are not chosen; prototypes: `[N, D_out]`. The anchor's tensors have the same shapes.
     """
     apart = gates @ prototypes - anchor_gates @ anchor_prototypes
     return apart.norm(dim=-1).sum() / max(len(apart), 1)

@@ -1,1 +1,1 @@
-"""`megatron-rl certify`: whether trainer and engine compute the same, and with which operator of which layer they part."""
+"""`megatron-rl certify`: checks that trainer and engine compute the same numbers, and finds the first operator that differs."""

@@ -1,4 +1,4 @@
-"""The certificate: lines for the terminal, a page, and the same as JSON."""
+"""The certificate: lines for the terminal, a Markdown page, and the same content as JSON."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from megatron_rl.config import ModelConfig, ParallelConfig, PrecisionConfig, Ser
 from megatron_rl.data.hub import as_id
 
 PAGE, DATA = "certificate.md", "certificate.json"
+"""File names in the run's folder."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One equation of the proof."""
+    """One step of the proof: an equation between two sides."""
 
     name: str
     says: str
     """Description of the comparison."""
     found: Comparison
+    """Result of the comparison."""
     remark: str = ""
+    """Text that is added to the outcome in parentheses."""
 
 
 def name_of(place: Place) -> str:
-    """`'router' of layer 3`."""
+    """Return the name of a place, for example `'router' of layer 3`."""
     layer, operator = place
     return f"'{operator}'" if layer is None else f"'{operator}' of layer {layer}"
 
 
 def outcome(found: Comparison) -> str:
-    """One line: equal to the last bit, or how far it is apart, and from where on."""
+    """Return one line: equal to the last bit, or the first unequal place and the largest difference."""
     if not found.tokens:
         return "not compared"
-    apart = f"; {found.otherwise} of {found.sequences} sequences have other tokens from some token on"
+    apart = f"; in {found.otherwise} of {found.sequences} sequences the tokens differ from some position on"
     apart = apart if found.otherwise else ""
     if found.first is None:
         of_layers = [place for place in found.places if place[0] is not None]
@@ -61,7 +64,7 @@ def _cell(one: Difference | None) -> str:
 
 
 def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> str:
-    """The page, in Markdown. name: the run's. facts: as of `facts_of`. identical: precision.identical."""
+    """Return the page in Markdown. name: name of the run. facts: from `facts_of`. identical: precision.identical."""
     lines = [f"# Certificate of {name}", "", verdict(identical, steps), ""]
     lines += [f"- {fact}: {value}" for fact, value in facts.items()]
     lines += ["", "| step | what is compared | outcome |", "|---|---|---|"]
@@ -70,9 +73,9 @@ def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[S
         lines.append(f"| {step.name} | {step.says}{remark} | {outcome(step.found)} |")
     lines += [
         "",
-        "Batch invariance says that a token's numbers do not depend on what is computed beside it; with decode = prefill and",
-        "prefill = trainer it follows that trainer = decode, which the last step also measures. Equal means: every value of",
-        "every row is the same number. Layers are counted from 0.",
+        "Batch invariance means that the numbers of a token do not depend on other tokens in the same batch. From batch",
+        "invariance, decode = prefill and prefill = trainer it follows that trainer = decode; the last step measures this too.",
+        "Equal means that every value of every row is the same number. Layers are counted from 0.",
     ]
     shown = [step for step in steps if step.found.first is not None]
     if not shown and steps[-1].found.tokens:
@@ -84,15 +87,19 @@ def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[S
 
 
 def verdict(identical: bool, steps: Sequence[Step]) -> str:
-    """The sentence in front. identical: precision.identical."""
+    """Return the first sentence of the page. identical: precision.identical."""
     if all(step.found.equal for step in steps):
         return "Trainer and engine are equal to the last bit."
     step = next(step for step in steps if not step.found.equal)
-    asked = "" if identical else " `precision.identical` is off, so that this is a report."
+    asked = "" if identical else " `precision.identical` is off, so this is only a report."
     if step.found.first is None:
         return f"Not shown: {step.name}: {outcome(step.found)}.{asked}"
     of_all = steps[-1].found.first
-    begins = f" Trainer and engine part at {name_of(of_all)}." if of_all is not None and step is not steps[-1] else ""
+    begins = (
+        f" Trainer and engine first differ at {name_of(of_all)}."
+        if of_all is not None and step is not steps[-1]
+        else ""
+    )
     return f"Not equal: {step.name}: {outcome(step.found)}.{begins}{asked}"
 
 
@@ -103,7 +110,7 @@ def facts_of(
     server: ServerConfig,
     versions: dict[str, str],
 ) -> dict[str, str]:
-    """Facts about what was compared: model, precision, layout and versions."""
+    """Return facts about the comparison: model, precision, parallel layout and versions."""
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
     return {
         "model": as_id(model.path),
@@ -115,7 +122,7 @@ def facts_of(
 
 
 def _table(found: Comparison) -> list[str]:
-    """Operator x layer: equal, or the largest difference and how many rows are unequal."""
+    """Return the table operator x layer: "equal", or the largest difference and the number of unequal rows."""
     layers = sorted({layer for layer, _ in found.places if layer is not None})
     operators = sorted({operator for layer, operator in found.places if layer is not None}, key=OF_LAYER.index)
     lines = [f"| operator | {' | '.join(f'layer {layer}' for layer in layers)} |", "|---" * (len(layers) + 1) + "|"]
@@ -130,11 +137,15 @@ def _table(found: Comparison) -> list[str]:
 
 def _left_out(found: Comparison) -> list[str]:
     names = sorted({operator for _, operator in (*found.left_alone, *found.right_alone)})
-    return ["", f"Not compared, as one side does not have it, or in another form: {', '.join(names)}."] if names else []
+    return (
+        ["", f"Not compared, because one side lacks these or has them in another form: {', '.join(names)}."]
+        if names
+        else []
+    )
 
 
 def as_json(facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> dict[str, Any]:
-    """Content of certificate.json. Parameters: as of `page`."""
+    """Return the content of certificate.json. Parameters as in `page`."""
 
     def of_difference(one: Difference) -> dict[str, Any]:
         return {"rows": one.rows, "unequal": one.unequal, "largest": one.largest}
@@ -168,7 +179,7 @@ def as_json(facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) ->
 
 
 def write(folder: Path, name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> Path:
-    """Write both files into a run's folder; returns the page. Parameters: as of `page`."""
+    """Write both files into a run's folder and return the path of the page. Parameters as in `page`."""
     (folder / DATA).write_text(json.dumps(as_json(facts, identical, steps), indent=2) + "\n")
     (folder / PAGE).write_text(page(name, facts, identical, steps))
     return folder / PAGE

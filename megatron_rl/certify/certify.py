@@ -1,8 +1,9 @@
-"""`megatron-rl certify CONFIG`: trainer and engine of a config on the same tokens, every operator compared bit for bit.
+"""`megatron-rl certify CONFIG`: compares every operator of trainer and engine bit for bit, on the same tokens.
 
-The proof has three steps: a token's numbers do not depend on what is computed beside it (batch invariance), decode computes
-what prefill computes, and prefill what the trainer computes. So trainer = decode, which is measured too. Both sides have the
-weights of model.path; nothing is trained or pushed. The engine goes before the trainer is built, as both may share GPUs.
+The proof has three parts. The numbers of a token do not depend on other tokens in the batch (batch invariance); decode equals
+prefill; and prefill equals the trainer. It follows that trainer = decode, which is measured too. Both sides use the weights of
+model.path; nothing is trained or pushed. The engine runs first and ends before the trainer is built, because both may share
+GPUs.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ Side = Mapping[int, Recorded]
 def certify_command(config: Config, prompts: int, tokens: int) -> int:
     """Write the certificate of a config into its run's folder. Every process calls it.
 
-    prompts: how many of the task's; tokens: of the longest response. Returns the exit status: 1 where `precision.identical`
-    asks for equality and something is unequal, else 0. Errors: UserError naming the key of what cannot be certified.
+    prompts: number of prompts of the task; tokens: length of the longest response. Returns the exit status: 1 if
+    `precision.identical` is on and any step is unequal, else 0. Errors: UserError that names the key, if the config cannot be
+    certified.
     """
     config = certified(config, prompts, tokens)
     with Run(config, kind="sample") as run:
         check_served(config.model.path, config.precision.rollout, config.rollout.server, run.hf_config, pushes=False)
         asked = run.stream.next(prompts)
-        of_engine: list[Sides] = []  # on rank 0 alone, as they are large
+        of_engine: list[Sides] = []  # only on rank 0, because they are large
 
         def ask() -> list[Trajectory]:
             of_engine.append(_ask(run, asked, tokens))
             return of_engine[0].trajectories
 
         trajectories = run.ranks.main_does(ask, patient=True)
-        run.logger.say("trainer: all sequences together, then each alone")
+        run.logger.say("trainer: scoring all sequences together, then each alone")
         recorder = TrainerRecorder(build_trainer(config, run.ranks, total_updates=None, support=run.support))
         trained = recorder.together(trajectories, run.support)
         alone = recorder.alone(trajectories, run.support)
-        # A prefill's log-probs are those of the whole distribution.
+        # The log-probs of a prefill are over the whole vocabulary.
         plain = SamplingSupport()
         as_sampled = run.support == plain
         read = trained if as_sampled else recorder.together(trajectories, plain, operators=False)
@@ -71,47 +73,52 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
             return int(config.precision.identical and not all(step.found.equal for step in steps))
 
         return run.ranks.main_does(judge, patient=True)
-    return 0  # it was asked to end
+    return 0  # reached only if the run was asked to stop
 
 
 def _steps(sides: Sides, trained: Side, alone: Side, read: Side, *, as_sampled: bool) -> list[Step]:
-    """The equations of the proof, in order.
+    """Return the steps of the proof, in order.
 
-    read: log-probs of the whole distribution, which a prefill has; as_sampled: it is the one that was sampled from.
+    read: recording with log-probs over the whole vocabulary, as in a prefill; as_sampled: sampling was over the whole
+    vocabulary too.
     """
     decoded = sides.decode if as_sampled else {n: without_log_probs(one) for n, one in sides.decode.items()}
     as_read = {n: replace(one, log_probs=read[n].log_probs) for n, one in trained.items()}
     return [
         Step(
             "engine: prefill alone = among others",
-            "each sequence as a prompt of its own, and all in one batch",
+            "each sequence as a single prompt; all sequences in one batch",
             compare(sides.prefill_alone, sides.prefill),
         ),
         Step(
             "engine: decode alone = among others",
-            "each response sampled alone, and all in one batch, by the same seeds",
+            "each response sampled alone; all in one batch, with the same seeds",
             compare(sides.decode_alone, sides.decode),
         ),
-        Step("engine: decode = prefill", "responses as they were sampled, and read", compare(decoded, sides.prefill)),
+        Step(
+            "engine: decode = prefill",
+            "responses as they were sampled; the same read as prompts",
+            compare(decoded, sides.prefill),
+        ),
         Step(
             "engine: prefix cache",
-            "sequences with a part of each in the prefix cache, and without",
+            "sequences whose beginning is in the prefix cache; the same without cache",
             compare(sides.cached, sides.prefill),
             f"{sides.from_cache} tokens from the cache",
         ),
         Step(
             "engine: retracted requests",
-            "responses whose cache was taken away while they were sampled, and others",
+            "responses whose cache was released during sampling; the same without interruption",
             compare(sides.retracted, sides.decode),
             f"{sides.computed_again} of {len(sides.retracted)} were computed again",
         ),
         Step(
             "trainer: alone = among others",
-            "each sequence in a micro-batch of its own, and packed with others",
+            "each sequence in its own micro-batch; all sequences packed together",
             compare(alone, trained),
         ),
-        Step("trainer = prefill", "the trainer, and the engine's prefill", compare(as_read, sides.prefill)),
-        Step("trainer = decode", "the trainer, and the engine as it sampled", compare(trained, sides.decode)),
+        Step("trainer = prefill", "the trainer; the engine's prefill", compare(as_read, sides.prefill)),
+        Step("trainer = decode", "the trainer; the engine while it sampled", compare(trained, sides.decode)),
     ]
 
 
@@ -119,13 +126,13 @@ def _ask(run: Run, prompts: list[Prompt], tokens: int) -> Sides:
     config = run.config
     room = config.rollout.context_length - max(len(prompt.tokens) for prompt in prompts) - 1
     longest = max(2, min(tokens, room))
-    # Of mixed lengths: requests end while others go on.
+    # Mixed lengths, so that some requests end while others continue.
     lengths = [longest - (longest // 2) * n // max(1, len(prompts)) for n in range(len(prompts))]
     with tempfile.TemporaryDirectory(prefix="certify-", dir=run.folder) as folder:
         trace = Path(folder) / "trace"
         trace.mkdir()
         [gpus, *_] = place_here(config.rollout, trains=False)
-        run.logger.say(f"engine: {config.model.path} is being loaded")
+        run.logger.say(f"engine: loading {config.model.path}")
         server = RolloutServer.from_config(
             config,
             log_path=run.folder / LOG,

@@ -1,4 +1,4 @@
-"""The config of a certificate: the model as it is in its folder, on a server that is started here. No torch."""
+"""Config of a certificate: the model as stored in its folder, on a server that this process starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_rl.errors import UserError
 
 
 def certified(config: Config, prompts: int, tokens: int) -> Config:
-    """The config without what no certificate has. Errors: UserError naming the key of what cannot be certified."""
+    """Return the config without route replay and adapters. Errors: UserError that names the key, if not certifiable."""
     if config.rollout.external:
         raise UserError(
-            "certify: rollout.addresses lists servers, which do not tell what their operators put out; set rollout.addresses:"
-            " [], and a server is started here"
+            "certify: rollout.addresses lists external servers, which do not record the outputs of their operators; set"
+            " rollout.addresses: [], so that certify starts a server"
         )
     if prompts < 1 or tokens < 2:
-        raise UserError(f"certify: --prompts {prompts} --tokens {tokens}: at least 1 and 2")
-    # Neither side replays routes or has adapters.
+        raise UserError(f"certify: --prompts {prompts} --tokens {tokens}: must be at least 1 and 2")
+    # A certificate is made without route replay and adapters on both sides.
     rollout = replace(config.rollout, routes=False)
     return replace(config, routing=RoutingConfig(), lora=LoRAConfig(), rollout=rollout)

@@ -1,4 +1,4 @@
-"""Two recordings of the same tokens, compared value by value: pure functions on tensors."""
+"""Comparison of two recordings of the same tokens, value by value; pure functions on tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_rl.algorithms.correction import divergence
 
 Place = tuple[int | None, str]
-"""Layer from 0, None outside of the layers, and operator."""
+"""Layer (from 0; None outside of the layers) and operator."""
 LOG_PROBS = "log-probs"
+"""Name of the log-probs in a `Place`."""
 
 
 @dataclass
@@ -23,11 +24,11 @@ class Recorded:
     tokens: Tensor
     """[n] int64."""
     log_probs: Tensor
-    """[n] fp32: of each token, given those before it; NaN where the side did not say."""
+    """[n] fp32: log-prob of each token given the tokens before it; NaN if this side did not compute it."""
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[R] int64: row r is of the token at positions[r]. A position may come twice, where it was computed again."""
+    """[R] int64: row r belongs to the token at positions[r]. A position occurs twice if it was computed again."""
     values: dict[Place, Tensor] = field(default_factory=dict)
-    """[R, m] by place."""
+    """Place -> recorded values [R, m]."""
 
 
 Recording = Mapping[int, Recorded]
@@ -36,17 +37,17 @@ Recording = Mapping[int, Recorded]
 
 @dataclass
 class Difference:
-    """How far two sides are apart in one place."""
+    """Difference between two sides in one place."""
 
     rows: int = 0
-    """Rows that both have."""
+    """Number of rows that both sides have."""
     unequal: int = 0
-    """Number of these with an unequal value."""
+    """Number of rows with an unequal value."""
     largest: float = 0.0
     """Largest absolute difference."""
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Count the rows [r, m] of both sides. Equal are equal values, two NaNs among them; 0 and -0 are."""
+        """Add rows [r, m] of both sides. Two NaNs count as equal, and so do 0 and -0."""
         left, right = left.double(), right.double()
         unequal = (left != right) & ~(left.isnan() & right.isnan())
         self.rows += len(left)
@@ -58,38 +59,40 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Two sides over all sequences that both have."""
+    """Comparison of two sides over all sequences that both have."""
 
     sequences: int = 0
+    """Number of compared sequences."""
     tokens: int = 0
-    """Positions of which both sides have a row, or a log-prob."""
+    """Number of positions for which both sides have a row or a log-prob."""
     otherwise: int = 0
-    """Sequences of which the sides have other tokens from some token on, behind which nothing is compared."""
+    """Number of sequences whose tokens differ from some position on. Nothing is compared after this position."""
     places: dict[Place, Difference] = field(default_factory=dict)
-    """In the order in which they are computed."""
+    """Differences by place, in the order in which the places are computed."""
     log_probs: Difference = field(default_factory=Difference)
+    """Difference of the log-probs."""
     kl: float = 0.0
-    """k3 estimate of KL(right || left), nats per token."""
+    """k3 estimate of KL(right || left), in nats per token."""
     left_alone: list[Place] = field(default_factory=list)
-    """Places that the other side does not have, or has in another form,"""
+    """Places of the left side that the right side lacks or has in another form."""
     right_alone: list[Place] = field(default_factory=list)
-    """and the same of the right side."""
+    """Places of the right side that the left side lacks or has in another form."""
 
     @property
     def equal(self) -> bool:
-        """True if both are equal to the last bit, wherever they were compared; False where they were not."""
+        """True if all compared values are equal to the last bit; False if nothing was compared or tokens differ."""
         differences = [self.log_probs, *self.places.values()]
         return self.tokens > 0 and not self.otherwise and not any(one.unequal for one in differences)
 
     @property
     def first(self) -> Place | None:
-        """The first unequal place in the order in which they are computed; None: there is none."""
+        """First unequal place in the order of computation; None if all places are equal."""
         found = next((place for place, one in self.places.items() if one.unequal), None)
         return found or ((None, LOG_PROBS) if self.log_probs.unequal else None)
 
 
 def order_of(place: Place) -> tuple[float, int]:
-    """Sort key of a place: places come in the order in which they are computed."""
+    """Return the sort key of a place, for the order in which places are computed."""
     layer, operator = place
     if layer is None:
         return {EMBEDDING: -1.0, FINAL_NORM: float("inf")}[operator], 0
@@ -97,10 +100,10 @@ def order_of(place: Place) -> tuple[float, int]:
 
 
 def compare(left: Recording, right: Recording) -> Comparison:
-    """Each row and each log-prob of `left` with that of `right` of the same token of the same sequence.
+    """Compare each row and each log-prob of `left` with `right`, for the same token of the same sequence.
 
-    Of a row, or log-prob, all tokens up to its own have to be the same on both sides. A position that was computed twice is
-    compared each time on the left, and stands on the right as it was computed last.
+    A row or log-prob is compared only if all tokens up to its own are the same on both sides. If a position was computed
+    twice, each computation of the left side is compared with the last computation of the right side.
     """
     found = Comparison()
     divergences = []
@@ -128,19 +131,22 @@ def compare(left: Recording, right: Recording) -> Comparison:
 
 
 def without_log_probs(one: Recorded) -> Recorded:
-    """The same rows, where log-probs are of another distribution."""
+    """Return the recording with all log-probs set to NaN (not compared), because they are over another distribution."""
     return replace(one, log_probs=torch.full_like(one.log_probs, torch.nan))
 
 
 def common_prefix(left: Tensor, right: Tensor) -> int:
-    """How many tokens at the beginning are the same; [n] and [m]."""
+    """Return the number of equal tokens at the beginning of [n] and [m]."""
     shorter = min(len(left), len(right))
     unequal = (left[:shorter] != right[:shorter]).nonzero()
     return int(unequal[0]) if len(unequal) else shorter
 
 
 def matching_rows(left: Tensor, right: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Rows of both sides, by their positions [R] and [S], that are of the same position below `length`: int64 [r] each."""
+    """Return the row indices of both sides with equal positions below `length`: int64 [r] each.
+
+    left, right: positions [R] and [S] of the rows.
+    """
     last = {int(position): row for row, position in enumerate(right)}
     pairs = [(row, last[int(p)]) for row, p in enumerate(left) if int(p) < length and int(p) in last]
     mine, theirs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
@@ -148,7 +154,7 @@ def matching_rows(left: Tensor, right: Tensor, length: int) -> tuple[Tensor, Ten
 
 
 def _k3(left: Tensor, right: Tensor) -> Tensor:
-    """k3 estimate of each token [n]; tokens whose log-probs are not finite are left out."""
+    """Return the k3 estimate of each token with finite log-probs."""
     d = left.double() - right.double()
     return divergence(d[d.isfinite()], "k3")
 

@@ -1,4 +1,4 @@
-"""The engine's side of a certificate: the same sequences sampled and read in every way in which a run may come to them."""
+"""The engine's side of a certificate: samples and reads the same sequences in every way that can occur in a run."""
 
 from __future__ import annotations
 
@@ -23,31 +23,37 @@ from megatron_rl.servers.server import RolloutServer
 from megatron_rl.tasks import Prompt
 
 ATTEMPTS = 8
-"""Tries to take away the cache of requests while they are sampled: they may end first."""
+"""Number of attempts to release the cache of requests during sampling; the requests may end first."""
 POLL_S = 0.002
+"""Seconds between two checks of the folder."""
 
 
 @dataclass
 class Sides:
-    """The engine's values by sequence number, for each way of computing them."""
+    """Values of the engine by sequence number, for each way to compute them."""
 
     trajectories: list[Trajectory]
-    """Responses sampled in `decode`; the other ways read the same ones."""
+    """Responses sampled in `decode`, which the prefills read again."""
     decode: dict[int, Recorded] = field(default_factory=dict)
+    """Sampling of all responses in one batch."""
     decode_alone: dict[int, Recorded] = field(default_factory=dict)
+    """Sampling of each response alone."""
     prefill: dict[int, Recorded] = field(default_factory=dict)
+    """Prefill of all sequences in one batch."""
     prefill_alone: dict[int, Recorded] = field(default_factory=dict)
+    """Prefill of each sequence alone."""
     cached: dict[int, Recorded] = field(default_factory=dict)
-    """Without the rows that came from the cache."""
+    """Prefill of sequences that are partly in the prefix cache; without rows for cached tokens."""
     from_cache: int = 0
-    """Tokens that did."""
+    """Number of tokens that came from the cache."""
     retracted: dict[int, Recorded] = field(default_factory=dict)
+    """Sampling during which the cache was released."""
     computed_again: int = 0
-    """Sequences of these whose tokens were computed again."""
+    """Number of sequences in `retracted` whose tokens were computed again."""
 
 
 class EngineRecorder:
-    """Asks one server, which writes what its operators put out into `folder`."""
+    """Sends requests to one server, which records the outputs of its operators in `folder`."""
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class EngineRecorder:
         timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """timeout_s: of one HTTP call. say: progress."""
+        """timeout_s: limit of one HTTP call, in seconds. say: prints progress."""
         self.server, self.folder, self.support, self.say = server, folder, support, say
         self.client = SGLangClient(
             [server.address], timeout_s=timeout_s, retries=0, lost=lambda: not server.alive(), key=server.key
@@ -66,7 +72,7 @@ class EngineRecorder:
         self._asked = 0
 
     def run(self, prompts: Sequence[Prompt], lengths: Sequence[int], seed: int) -> Sides:
-        """All sides of responses of these lengths [tokens] to the prompts. Errors: UserError."""
+        """Sample responses of the given lengths (in tokens) and record all sides. Errors: UserError."""
         seeds = [request_seed(f"{seed}/certify", number) for number in range(len(prompts))]
         tokens = [[int(token) for token in prompt.tokens] for prompt in prompts]
         everyone = range(len(prompts))
@@ -87,25 +93,25 @@ class EngineRecorder:
             log_probs[len(prompt) :] = torch.from_numpy(reply.fields["rollout_log_probs"])
             return Recorded(given, log_probs, rows.positions, rows.values)
 
-        self.say("decode: all prompts together")
+        self.say("decode: sampling all prompts together")
         first = sample(everyone)
         sides = Sides([_trajectory(prompts[n], n, reply, self.support) for n, (reply, _) in first.items()])
         sides.decode = {n: recorded for n, (_, recorded) in first.items()}
         whole = {n: recorded.tokens.tolist() for n, recorded in sides.decode.items()}
 
-        self.say("decode: each alone, by the same seeds")
+        self.say("decode: sampling each prompt alone, with the same seeds")
         for number in everyone:
             self.server.flush()
             sides.decode_alone |= {n: recorded for n, (_, recorded) in sample([number]).items()}
 
-        self.say("prefill: whole sequences together, then each alone")
+        self.say("prefill: reading all sequences together, then each alone")
         self.server.flush()
         sides.prefill = self._read(whole)
         for number in everyone:
             self.server.flush()
             sides.prefill_alone |= self._read({number: whole[number]})
 
-        self.say("prefill: with a part of each in the prefix cache")
+        self.say("prefill: reading sequences that are partly in the prefix cache")
         self.server.flush()
         cuts = {n: max(1, len(prompts[n].tokens) // 2 + n % 3) for n in everyone}
         cuts = {n: min(cut, len(whole[n]) - 2) for n, cut in cuts.items()}
@@ -113,7 +119,7 @@ class EngineRecorder:
         sides.cached = self._read(whole, cuts)
         sides.from_cache = sum(len(whole[n]) - len(recorded.positions) for n, recorded in sides.cached.items())
 
-        self.say("decode: the cache is taken away while they are sampled")
+        self.say("decode: releasing the cache during sampling")
         for _ in range(ATTEMPTS):
             self.server.flush()
             self._while_asking = self._retract_after(max(1, min(lengths) // 4))
@@ -131,7 +137,7 @@ class EngineRecorder:
         return self.support.request() | {"max_new_tokens": length, "ignore_eos": True, "sampling_seed": seed}
 
     def _read(self, whole: dict[int, list[int]], starts: dict[int, int] | None = None) -> dict[int, Recorded]:
-        """Prompt log-probs of whole sequences; of those with a start s of the tokens behind s, what is before may be cached."""
+        """Record a prefill of whole sequences. With starts, only tokens after the start; earlier tokens may be cached."""
         options: dict[str, Any] = {"logprob_start_len": [starts[n] for n in whole]} if starts else {}
         replies, rows = self._ask([*whole.values()], {"max_new_tokens": 0}, prompt_log_probs=True, options=options)
         found = {}
@@ -144,12 +150,12 @@ class EngineRecorder:
         return found
 
     _while_asking: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Coroutine that runs beside a call."""
+    """Coroutine that runs during a call."""
 
     def _ask(
         self, prompts: list[list[int]], sampling: Any, *, options: dict[str, Any] | None = None, **more: Any
     ) -> tuple[list[Reply], list[Recorded]]:
-        """Replies, and what was computed for each; the folder is empty before and after."""
+        """Send requests; return the replies and the recorded values of each. The folder is emptied before and after."""
         self._asked += 1
         rids = [f"certify-{self._asked}-{i}" for i in range(len(prompts))]
         clear(self.folder)
@@ -185,13 +191,13 @@ class EngineRecorder:
 
 
 def clear(folder: Path) -> None:
-    """Make it an empty folder."""
+    """Delete the folder's content, and create the folder if it does not exist."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def read_passes(folder: Path, rids: Sequence[str]) -> list[Recorded]:
-    """Positions and values of each request, of all passes in the folder, in their order; tokens and log-probs are empty."""
+    """Read positions and values of each request from all passes in the folder, in order. Tokens and log-probs stay empty."""
     positions: dict[str, list[Tensor]] = {rid: [] for rid in rids}
     values: dict[str, dict[Place, list[Tensor]]] = {rid: {} for rid in rids}
     for file in sorted(folder.glob("*.pt")):

@@ -1,4 +1,4 @@
-"""Records the outputs of the trainer's operators while it scores, row by row, under the names that the engine's have."""
+"""Records the outputs of the trainer's operators during scoring, row by row, under the names used for the engine."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ _OUTPUTS = {
     "mlp.router": "router",
     "mlp": "MLP",
 }
-"""Module of a layer -> what it puts out."""
+"""Module of a layer -> operator whose output it returns."""
 SUMS_OF_BIAS = ("output projection", "MLP")
-"""Operators whose bias Megatron returns beside the output and adds with the residual."""
+"""Operators whose bias Megatron returns separately and adds together with the residual."""
 _INPUTS = {
     "self_attention.linear_q_up_proj": ("query latents",),
     "self_attention.core_attention": ("query", "key"),
     "self_attention.linear_proj": ("attention",),
 }
-"""Module of a layer -> what its first inputs are."""
+"""Module of a layer -> operators whose outputs are its first inputs."""
 Note = Callable[[Place, Tensor], None]
+"""Function that receives the output of an operator."""
 
 
 @contextmanager
 def watched(chunks: Sequence[GPTModel], note: Note) -> Iterator[None]:
-    """Inside, `note` is called with what each operator of this process puts out, as Megatron shapes it, in each pass."""
+    """Call `note` with the output of each operator of this process, in Megatron's shapes, in each pass inside the block."""
     with ExitStack() as stack:
 
         def output(module: nn.Module | None, place: Place) -> None:
             if module is None or isinstance(module, IdentityOp):
-                return  # a norm that is a part of the product behind it
+                return  # the norm is fused into the following product
 
             def see(_module: nn.Module, _args: tuple, found: Any) -> None:
                 value, bias = found[:2] if isinstance(found, tuple) else (found, None)
@@ -83,7 +84,7 @@ def watched(chunks: Sequence[GPTModel], note: Note) -> Iterator[None]:
 
 
 class TrainerRecorder:
-    """Scores sequences with a trainer, and notes what its operators put out."""
+    """Scores sequences with a trainer, and records the outputs of its operators."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -91,7 +92,7 @@ class TrainerRecorder:
         self._heads: int = config.num_attention_heads
         self._groups: int = config.num_query_groups or config.num_attention_heads
         self._replicated: dict[str, int | None] = {}
-        """Operators of which every tensor-parallel rank has all columns, and how many."""
+        """Operators whose columns every tensor-parallel rank holds completely -> number of columns."""
         if config.multi_latent_attention:
             latent, whole = config.kv_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim
             self._replicated = {"query latents": config.q_lora_rank, "latent projection": whole, "latent norm": latent}
@@ -101,14 +102,14 @@ class TrainerRecorder:
     def together(
         self, samples: Sequence[Trajectory], support: SamplingSupport, *, operators: bool = True
     ) -> dict[int, Recorded]:
-        """Record all samples, in as few micro-batches as a step has. Returned on rank 0, empty elsewhere. Collective.
+        """Record all samples, packed as in a training step. Rank 0 returns the result, other ranks {}. Collective.
 
-        support: under which log-probs are. operators: note these too. Log-probs are those of the response.
+        support: support of the log-probs. operators: record outputs of operators too. Log-probs cover the response only.
         """
         return self._score(samples, range(len(samples)), support, operators)
 
     def alone(self, samples: Sequence[Trajectory], support: SamplingSupport) -> dict[int, Recorded]:
-        """The same with a micro-batch for each."""
+        """Record each sample in its own micro-batch. Otherwise as `together`."""
         found, step = {}, self.trainer.ranks.data_size
         for start in range(0, len(samples), step):
             found |= self._score(samples, range(start, min(start + step, len(samples))), support, True)
@@ -123,7 +124,7 @@ class TrainerRecorder:
         noted: dict[Place, list[Tensor]] = {}
 
         def note(place: Place, value: Tensor) -> None:
-            # What comes later may change it in place, and a device has no room for all of them.
+            # Copied, because later operators may change it in place; to the CPU, because a device cannot hold all of them.
             noted.setdefault(place, []).append(value.detach().to("cpu", copy=True))
 
         with watched(trainer.chunks if operators else [], note):
@@ -133,7 +134,7 @@ class TrainerRecorder:
             whole = {  # in the same order on all ranks of a tensor-parallel group
                 place: self._whole(place[1], values[index], batch.tokens.shape[1])
                 for place, values in noted.items()
-                if len(values) == len(batches)  # else it was not called once for each
+                if len(values) == len(batches)  # only operators that ran once per batch
             }
             scored = log_probs[index]
             ids, positions = batch.segments.ids.cpu(), batch.position_ids[0].cpu()
@@ -146,7 +147,7 @@ class TrainerRecorder:
         return self._gather(samples, found)
 
     def _whole(self, operator: str, value: Tensor, tokens: int) -> Tensor:
-        """[T, n] on the CPU, of what this rank has: a share of the rows, or of the columns. tokens: T."""
+        """Gather [T, n] on the CPU from this rank's share of the rows or of the columns. tokens: T."""
         value = value.reshape(len(value), -1)
         group = process_group(parallel_state.get_tensor_model_parallel_group())
         whole = len(value) == tokens and value.shape[1] == self._replicated.get(operator)
@@ -154,7 +155,7 @@ class TrainerRecorder:
             parts = [torch.empty_like(value) for _ in range(group.size())]
             dist.all_gather(parts, value.contiguous(), group=group)
             value = torch.cat(parts, dim=0 if len(value) < tokens else 1)
-        if operator == "qkv projection":  # of each group its queries, key and value
+        if operator == "qkv projection":  # each group holds its queries, key and value
             groups = value.view(len(value), self._groups, self._heads // self._groups + 2, -1)
             parts = groups.split([groups.shape[2] - 2, 1, 1], dim=2)
             value = torch.cat([part.flatten(1) for part in parts], dim=1)
@@ -166,7 +167,7 @@ class TrainerRecorder:
         ranks = self.trainer.ranks
         gathered: list[Any] = [None] * ranks.world_size
         if parallel_state.get_tensor_model_parallel_rank() > 0:
-            found = {}  # its first rank has the same
+            found = {}  # the first tensor-parallel rank has the same values
         dist.gather_object(found, gathered if ranks.rank == 0 else None, dst=0, group=ranks.world_group)
         merged: dict[int, dict[Place | None, list[tuple[Tensor, Tensor]]]] = {}
         for of_rank in gathered if ranks.rank == 0 else []:
@@ -184,6 +185,6 @@ def _recorded(sample: Trajectory, places: dict[Place | None, list[tuple[Tensor, 
         rows = rows[positions.argsort()]
         if place is not None:
             values[place] = rows
-        else:  # row t speaks of token t + 1; there is no label before the response
+        else:  # row t holds the log-prob of token t + 1; prompt tokens have no label
             log_probs[sample.prompt_length :] = rows[sample.prompt_length - 1 :]
     return Recorded(torch.from_numpy(sample.tokens.astype("int64")), log_probs, torch.arange(sample.inputs), values)

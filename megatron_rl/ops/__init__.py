@@ -1,4 +1,4 @@
-"""Operators with their own gradients: one operator per file, with its plain-torch reference beside it."""
+"""Operators with their own gradients. Each file holds one operator and its reference in plain torch."""
 
 from megatron_rl.ops.distillation_kl import linear_kl, linear_topk_kl
 from megatron_rl.ops.linear_log_probs import linear_log_probs

@@ -1,16 +1,16 @@
-"""Operators that give a row the same bits whatever lies beside it, for trainer and engine: `precision.identical`.
+"""Batch-invariant operators for trainer and engine: the bits of a row do not depend on the other rows (precision.identical).
 
-A product's sum has one order for each output, and so have norm, softmax, router and the sum over experts: of a token alone,
-among others, in a prefill, in a decode. What is the same function of the same numbers in both processes is then the same
-number. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA; attention: csrc/sink_attention/, whose sums are
-cut at the same keys for every query.
+The sum of a product has one fixed order for each output. The same holds for norm, softmax, router and the sum over experts,
+whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get identical
+numbers from identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention:
+csrc/sink_attention/, which cuts its sums at the same keys for every query.
 
-An engine's process loads this file by its path, without the package: it imports nothing of ours but the kernels beside it.
-Everything is forward alone; models/identical_layers.py has the gradients.
+An engine process loads this file by its path, without the package. The file therefore imports nothing of megatron_rl except
+the kernels in the same folder. All operators are forward only; models/identical_layers.py has the gradients.
 
-No sum here depends on the number of tensor-parallel ranks, up to `parts(width)` of them: a product's inputs are cut into so
-many equal parts, whose sums are added up pairwise as a tree, so that a rank's share is a subtree (arXiv 2511.17826). A softmax
-over the vocabulary adds up integers, for which every order is the same.
+No sum here depends on the number of tensor-parallel ranks, up to `parts(width)` ranks. The inputs of a product are cut into
+this many equal parts, and the sums of the parts are added pairwise as a tree. The share of a rank is then a subtree (arXiv
+2511.17826). A softmax over the vocabulary adds integers, for which every order gives the same sum.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from torch import Tensor
 def _extension(name: str) -> Any:
     spec = importlib.machinery.PathFinder.find_spec(name, [str(Path(__file__).parent)])
     if spec is None or spec.loader is None:
-        raise ImportError(f"{name} is not built: tools/setup.sh --force builds it")
+        raise ImportError(f"{name} is not built. Build it: tools/setup.sh --force")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 Reduce = Callable[[Tensor, str], None]
+"""Function reduce(x, "max" | "sum") that reduces a tensor over tensor-parallel ranks, in place."""
 _kernels = _extension("_batch_invariant")
 _attention = _extension("_sink_attention")
 
 
 @functools.cache
 def _triton() -> Any:
-    """batch_invariant_triton.py, which a process without a GPU does not load."""
+    """Load batch_invariant_triton.py on first use, because a process without a GPU may not have Triton."""
     name = "megatron_rl_triton_operators"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("batch_invariant_triton.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
@@ -60,22 +61,23 @@ def _kernels_of(x: Tensor) -> Any:
 
 
 def parts(width: int) -> int:
-    """How many sums a product over `width` inputs is made of: as many tensor-parallel ranks can share them."""
+    """Return the number of partial sums of a product over `width` inputs: the largest number of tensor-parallel ranks."""
     most = 8 if width >= 1024 else 4 if width >= 512 else 2
     return math.gcd(width, most)
 
 
 def tree_sum(shares: Sequence[Tensor]) -> Tensor:
-    """Sum of the ranks' shares, a power of two of them, as the tree adds them up."""
+    """Add the shares of the ranks (a power of two) pairwise, in the order of the tree."""
     while len(shares) > 1:
         shares = [a + b for a, b in zip(shares[::2], shares[1::2], strict=True)]
     return shares[0]
 
 
 def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, of_parts: int | None = None) -> Tensor:
-    """X [..., K] times weight [N, K] transposed: [..., N] in `dtype` (x's). Sums are in fp32.
+    """Return x [..., K] times weight [N, K] transposed: [..., N] in `dtype` (default: dtype of x). Sums are in fp32.
 
-    of_parts: how many parts K has, by default parts(K); a rank that holds K of the inputs has its share of them.
+    of_parts: number of parts of K, by default parts(K). A rank that holds only a slice of the inputs passes its share of the
+    parts.
     """
     rows = x.reshape(-1, x.shape[-1])
     return grouped_linear(rows, [len(rows)], [weight], dtype=dtype, of_parts=of_parts).view(*x.shape[:-1], len(weight))
@@ -89,44 +91,44 @@ def grouped_linear(
     dtype: torch.dtype | None = None,
     of_parts: int | None = None,
 ) -> Tensor:
-    """X [R, K] by group, counts rows of each, weights [N, K] of each: [R, N]."""
+    """Multiply x [R, K] by the weight [N, K] of each row's group: [R, N]. counts: rows of each group, in order."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _kernels_of(x).product(x, counts, weights, of_parts or parts(x.shape[1]), dtype or x.dtype)
 
 
 def square_sums(x: Tensor, *, of_parts: int | None = None) -> Tensor:
-    """Sums of squares of the rows of x [R, d]: fp32 [R]. of_parts: as in `linear`."""
+    """Return the sum of squares of each row of x [R, d]: fp32 [R]. of_parts: as in `linear`."""
     return _kernels_of(x).square_sums(x, of_parts or parts(x.shape[1]))
 
 
 def norm_factors(sums: Tensor, width: int, eps: float) -> Tensor:
-    """1 / sqrt(mean of the squares + eps) [R] of their sums."""
+    """Return 1 / sqrt(mean of squares + eps) [R] from the sums of squares [R] of rows of `width` elements."""
     return (sums / width + eps).sqrt().reciprocal()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., d] in fp32, rounded once, to x's type (arXiv 1910.07467)."""
+    """Return RMSNorm of x [..., d], computed in fp32 and rounded once to the dtype of x (arXiv 1910.07467)."""
     rows = x.reshape(-1, x.shape[-1])
     return scale_rows(rows, norm_factors(square_sums(rows), x.shape[-1], eps), weight).view_as(x)
 
 
 def scale_rows(x: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """X [R, d] times factors [R] times weight [d]."""
+    """Return x [R, d] times factors [R] times weight [d]."""
     return _kernels_of(x).scale_rows(x, factors, weight.to(x.dtype).contiguous())
 
 
 def swish(x: Tensor, slope: float = 1.0) -> Tensor:
-    """X sigmoid(slope x): SiLU, and with slope 1.702 quick GELU. Same shape and type."""
+    """Return x sigmoid(slope x), of the shape and dtype of x. This is SiLU, or quick GELU with slope 1.702."""
     return _kernels_of(x).swish(_rows(x), slope, False).view(x.shape)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) of fp32 x."""
+    """Return 1 / (1 + exp(-x)) of fp32 x."""
     return _kernels_of(x).swish(_rows(x), 1.0, True).view(x.shape)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dimension of fp32 x."""
+    """Return the softmax of fp32 x over its last dimension."""
     return _kernels_of(x).softmax(_rows(x)).view(x.shape)
 
 
@@ -135,26 +137,30 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def topk(x: Tensor, k: int) -> Tensor:
-    """Places [T, k] of the largest of fp32 x [T, n], largest first; of equal ones the first."""
+    """Return the indices [T, k] of the k largest values of each row of fp32 x [T, n], largest first, ties in index order."""
     return _kernels_of(x).topk(x, k)
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router makes experts and weights of its logits."""
+    """Rule by which a router turns logits into experts and weights."""
 
     topk: int
+    """Number of experts per token."""
     scores: str
-    """softmax | sigmoid."""
+    """Score function: softmax | sigmoid."""
     over_all: bool = False
-    """Softmax over all experts, whose chosen ones need not add up to 1, and not over the chosen alone."""
+    """True: softmax over all experts, so that the weights of the chosen experts need not add up to 1. False: softmax over
+    the chosen experts only."""
     groups: int = 1
-    """Experts are chosen among those of the `group_topk` best groups (arXiv 2412.19437)."""
+    """Number of expert groups. Experts are chosen from the `group_topk` best groups (arXiv 2412.19437)."""
     group_topk: int = 1
+    """Number of groups from which experts are chosen."""
     scale: float = 1.0
+    """Factor of the weights."""
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Ids [T, k] int64 of the experts with the highest scores [T, E], best first."""
+        """Return the ids [T, k] int64 of the experts with the highest scores [T, E], best first."""
         if self.groups > 1:
             by_group = scores.view(len(scores), self.groups, -1)
             best = by_group.gather(
@@ -166,14 +172,14 @@ class Routing:
         return topk(scores, self.topk)
 
     def scores_of(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Scores by which experts are chosen, [T, E] fp32, of fp32 logits; bias [E] counts for the choice alone."""
+        """Return the scores that choose experts, [T, E] fp32, from fp32 logits. bias: [E], affects only the choice."""
         if self.scores == "sigmoid":
             scores = sigmoid(logits)
             return scores if bias is None else scores + bias.float()
         return softmax(logits) if self.over_all else logits
 
     def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Weights [T, k] fp32 of the experts ids [T, k], in any order: they are summed by rising id."""
+        """Return the weights [T, k] fp32 of the experts `ids` [T, k], given in any order. Sums run in order of rising id."""
         ids, order = ids.sort(dim=1)
         if self.scores == "sigmoid":
             weights = sigmoid(logits).gather(1, ids)
@@ -196,14 +202,14 @@ def _in_order(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gate:
-    """The gated activation of an MLP: activation(gate) (up + offset), gate and up clamped to the limit."""
+    """Gated activation of an MLP: swish(gate) (up + offset), with gate and up clamped to the limit."""
 
     slope: float = 1.0
     limit: float | None = None
     offset: float = 0.0
 
     def __call__(self, gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Gate and up [R, F] -> [R, F], times weights [R, 1]. Each operation rounds to the tensors' type."""
+        """Apply the activation to gate and up [R, F], times weights [R, 1]: [R, F]. Each operation rounds to their dtype."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         hidden = swish(gate, self.slope) * (up + self.offset if self.offset else up)
@@ -221,10 +227,12 @@ def experts(
     interleaved: bool = False,
     width: int | None = None,
 ) -> Tensor:
-    """Experts' outputs [R, d] for x [R, d] sorted by expert, counts rows of each, times the router's weights [R, 1].
+    """Return the outputs [R, d] of the experts, times the router's weights [R, 1].
 
-    up, down: weights [2 F, d] (gate, then up; or row by row in turn) and [d, F] of each expert, and biases [E, ...] or None.
-    Biases are weighted too, as Megatron weighs them. width: F without what pads it, since padding would cut sums elsewhere.
+    x: [R, d], sorted by expert; counts: rows of each expert.
+    up, down: the weights of each expert, [2 F, d] and [d, F], and their biases [E, ...] or None. The rows of `up` are first
+    all gates, then all ups; with `interleaved` they alternate. Biases are multiplied by the router's weights too, as in
+    Megatron. width: F without padding, because padding would move the places at which sums are cut.
     """
     hidden = grouped_linear(x, counts, up[0])
     if up[1] is not None:
@@ -238,7 +246,7 @@ def experts(
 
 
 def add_biases(x: Tensor, counts: Sequence[int], biases: Tensor, weights: Tensor | None = None) -> None:
-    """Add each expert's bias [E, n] to its rows of x [R, n], in place, times weights [R, 1]."""
+    """Add the bias of each expert, biases [E, n] times weights [R, 1], to its rows of x [R, n], in place."""
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -249,7 +257,7 @@ def add_biases(x: Tensor, counts: Sequence[int], biases: Tensor, weights: Tensor
 
 
 def combine(x: Tensor, places: Tensor) -> Tensor:
-    """Sum of the rows places [T, k] of x [R, d], in the order of `places`, in fp32: [T, d]."""
+    """Sum the rows `places` [T, k] of x [R, d], in the order of `places`, in fp32: [T, d]."""
     return _kernels_of(x).combine(x, places)
 
 
@@ -264,21 +272,21 @@ def attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Kernel of ops.sink_attention: [T, H, Dv]. borders: int64 [S + 1] on the CPU."""
+    """Call the forward kernel of ops.sink_attention: [T, H, Dv]. borders: int64 [S + 1] on the CPU."""
     sinks = None if sinks is None else sinks.float().contiguous()
     return _attention.forward(q, k, v, sinks, borders, key_borders, window or 0, scale)[0]
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-softmax of fp32 logits [T, V]."""
+    """Return the log-softmax of fp32 logits [T, V]."""
     most = logits.amax(-1)
     return (logits - most[:, None]) - log_sum(logits, most)[:, None]
 
 
 def log_sum(logits: Tensor, most: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Log of the sum of exp(logits - most), fp32 [T], for fp32 logits [T, V] and their maxima [T].
+    """Return the log of the sum of exp(logits - most), fp32 [T], for fp32 logits [T, V] and their maxima `most` [T].
 
-    The terms are rounded to 2^-42 and added up as integers. reduce: as in `log_probs`.
+    The terms are rounded to multiples of 2^-42 and added as integers. reduce: as in `log_probs`.
     """
     sums = _kernels_of(logits).exponential_sums(logits, most)
     if reduce is not None:
@@ -289,11 +297,11 @@ def log_sum(logits: Tensor, most: Tensor, reduce: Reduce | None = None) -> Tenso
 def log_probs(
     logits: Tensor, columns: Tensor, log_rho: float | None, temperature: float, reduce: Reduce | None = None
 ) -> Tensor:
-    """Log-softmax of fp32 logits [T, V] / temperature at one column of each row, [T], over the safe set of log_rho.
+    """Return the log-softmax of fp32 logits [T, V] / temperature at one column of each row, [T], over the safe set of log_rho.
 
-    It is what `log_softmax` gives an engine of the logits that it has divided by the temperature, and pruned before.
-    columns: int64 [T], of which those outside of [0, V) are another rank's. reduce(x, "max" | "sum"): over ranks that have
-    other columns, in place.
+    The engine gets the same numbers if it divides its logits by the temperature, prunes them and calls `log_softmax`.
+    columns: int64 [T]; columns outside of [0, V) belong to another rank. reduce(x, "max" | "sum"): reduces in place over
+    the ranks that hold other columns.
     """
     logits = logits / temperature if temperature != 1 else logits
     most = logits.amax(-1)
@@ -310,16 +318,16 @@ def log_probs(
 
 @dataclass(frozen=True)
 class Rotary:
-    """Angles of a model's rotary embedding, by its config.json."""
+    """Angles of a model's rotary embedding, read from its config.json."""
 
     frequencies: tuple[float, ...]
-    """Radians a position, of each pair."""
+    """Frequency of each pair, in radians per position."""
     factor: float = 1.0
     """Factor of cosines and sines (yarn)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rotary:
-        """Read a config.json. Errors: ValueError naming a kind of embedding that is not known here."""
+        """Read a config.json. Errors: ValueError if the kind of embedding is not supported."""
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         kind = rope.get("rope_type") or rope.get("type") or "default"
         base = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -332,11 +340,11 @@ class Rotary:
         if kind == "linear":
             return cls(tuple(f / rope["factor"] for f in plain))
         if kind != "yarn":
-            raise ValueError(f"rotary embedding of the kind '{kind}': default, linear and yarn are known")
+            raise ValueError(f"rotary embedding of the kind '{kind}' is not supported: use default, linear or yarn")
         return cls(*_yarn(plain, base, width, rope, config))
 
     def table(self, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, n] in `dtype`, times the factor."""
+        """Return the cosines and sines [positions, n] in `dtype`, times the factor."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32)
         cosines, sines = _kernels_of(frequencies).rotary(positions, frequencies)
         return (cosines * self.factor).to(dtype), (sines * self.factor).to(dtype)
@@ -345,7 +353,7 @@ class Rotary:
 def _yarn(
     plain: list[float], base: float, width: int, rope: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[tuple[float, ...], float]:
-    """Frequencies and factor of yarn (arXiv 2309.00071), as transformers computes them."""
+    """Return frequencies and factor of yarn (arXiv 2309.00071), computed as in transformers."""
     factor = float(rope["factor"])
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
 
@@ -371,7 +379,7 @@ def _yarn(
 
 
 def by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """X [T, H, K] times each head's weight [H, N, K] transposed: [T, H, N]."""
+    """Multiply x [T, H, K] by the transposed weight of each head, [H, N, K]: [T, H, N]."""
     tokens, heads, width = x.shape
     rows = x.transpose(0, 1).reshape(heads * tokens, width)
     out = grouped_linear(rows, [tokens] * heads, weights.contiguous().unbind())
@@ -379,12 +387,12 @@ def by_head(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def half_by_half(x: Tensor) -> Tensor:
-    """Pairs that lie side by side in x [..., 2 n], as DeepSeek's, n apart."""
+    """Reorder x [..., 2 n] from adjacent pairs (DeepSeek) to pairs whose elements are n apart."""
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate x [T, H, 2 n], whose pairs are n apart, by cosines and sines [T, n] of its type."""
+    """Rotate x [T, H, 2 n], whose pairs are n apart, by cosines and sines [T, n] of the same dtype."""
     a, b = x.chunk(2, dim=-1)
     cosines, sines = cosines[:, None], sines[:, None]
     return torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)

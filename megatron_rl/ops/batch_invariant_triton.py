@@ -1,22 +1,24 @@
-"""The kernels of ops/batch_invariant.py for CUDA tensors, in Triton: what csrc/batch_invariant/ is for the CPU.
+"""Triton kernels of ops/batch_invariant.py for CUDA tensors; csrc/batch_invariant/ holds the CPU kernels.
 
-A row's result depends on that row alone, bit for bit. What is fixed for that, whatever rows there are beside it:
+The result of a row depends only on this row, bit for bit. To reach this, the kernels fix the following, whatever other rows
+there are:
 
-- product: one tile of BLOCK_M x BLOCK_N x BLOCK_K and one number of warps a type, so that every output comes from the same
-  kind of tensor-core instruction (bf16) or the same chain of fused multiply-adds (fp32, never TF32). A part of the inputs is
-  added up from zero, BLOCK_K at a time from its first to its last; the parts are then added up in fp32, pairwise as a tree, and
-  rounded once. Few tiles are cut by parts over more programs: the same sums, which are added up by a second kernel.
-- sums along a row (square_sums, softmax): one program a row, blocks of fixed width from the first to the last.
-- exponential_sums: integers, for which any order gives the same.
-- the rest is number by number.
+- product: each dtype has one tile BLOCK_M x BLOCK_N x BLOCK_K and one number of warps. Every output therefore comes from the
+  same kind of tensor-core instruction (bf16) or the same chain of fused multiply-adds (fp32, never TF32). The sum of one part
+  of the inputs starts at zero and adds BLOCK_K inputs at a time, from the first to the last. The sums of the parts are then
+  added in fp32, pairwise as a tree, and rounded once. If there are few tiles, each part gets its own program, and a second
+  kernel adds the same partial sums.
+- sums along a row (square_sums, softmax): one program per row, with blocks of fixed width from the first to the last.
+- exponential_sums: integers, for which every order gives the same sum.
+- everything else is element by element.
 
-The bits are those of one GPU model and one release of Triton, and not those of the CPU's kernels. An engine's process loads
-this file by its path: it imports torch and Triton alone. Arguments are as in csrc/batch_invariant/binding.cpp.
+The bits depend on the GPU model and the release of Triton, and differ from the bits of the CPU kernels. An engine process
+loads this file by its path, so it imports only torch and Triton. Arguments are as in csrc/batch_invariant/binding.cpp.
 """
 
-# Kernels have no types, and constants in capitals; an `if` on constants must stand by itself.
+# Triton kernels have no type annotations, use constants in capitals, and need each `if` on a constant by itself.
 # ruff: noqa: ANN001, N803, SIM102
-# The checker takes a kernel for the function it is written as, and a constant's type for its own.
+# pyright treats a kernel as a plain Python function, and a constexpr as a value of its annotation.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 FRACTION = 42
-"""`exponential_sums` are in units of 2^-FRACTION, as csrc/batch_invariant/cpu.h has them."""
+"""`exponential_sums` are in units of 2^-FRACTION, as in csrc/batch_invariant/cpu.h."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(2.0**FRACTION)
@@ -39,7 +41,7 @@ _UNIT = tl.constexpr(2.0**FRACTION)
 
 @dataclass(frozen=True)
 class _Tile:
-    """Tile sizes, which must not depend on a product's shape: a tensor core's sum may differ with the instruction."""
+    """Tile sizes. They must not depend on the shape of a product: another tensor-core instruction may sum differently."""
 
     m: int
     n: int
@@ -47,40 +49,40 @@ class _Tile:
     warps: int
     stages: int
     registers: int | None = None
-    """A thread at most, so that two programs fit on a multiprocessor; sums that wait for their neighbors go to memory."""
+    """Limit of registers per thread, so that two programs fit on a multiprocessor; waiting partial sums spill to memory."""
 
 
 _TILES = {torch.bfloat16: _Tile(128, 128, 64, warps=8, stages=3), torch.float32: _Tile(64, 64, 32, warps=4, stages=2)}
 _COLUMN = 8
-"""So many blocks of rows run with the same weights before the next ones, which keeps both in the L2 cache."""
+"""Number of row blocks that run with the same weights before the next weights, so that both stay in the L2 cache."""
 _FEW_TILES = 64
-"""Fewer tiles than this leave multiprocessors idle: each part is a program's. Any number gives the same bits."""
+"""With fewer tiles, multiprocessors would be idle, so each part gets its own program. The bits do not depend on it."""
 _MOST_PARTS = 8
-"""Largest number of parts that one program adds up."""
+"""Largest number of parts that one program adds."""
 _BLOCK = tl.constexpr(1024)
-"""Numbers of a row that are worked on together."""
+"""Elements of a row that are processed together."""
 _CHUNK = tl.constexpr(16 * 1024)
-"""Columns of a vocabulary that are one program's."""
+"""Columns of a vocabulary per program."""
 
 
-# No code of its own for a number of rows that happens to be 1, or a multiple of 16.
+# Do not compile special code for a number of rows that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["rows", "outputs", "part_units", "x_units", "w_units", "row_blocks"])
 def _product_kernel(
     x,
     weight,
-    table,  # int64 [blocks of rows, 3]: address of the weight, first row, row behind the last one; unused without GROUPED
+    table,  # int64 [blocks of rows, 3]: address of the weight, first row, end of the rows; unused without GROUPED
     out,
     rows,
     outputs,
-    part_units,  # inputs of a part, and strides, in units of VECTOR elements
+    part_units,  # inputs of a part and strides, in units of VECTOR elements
     x_units,
     w_units,
     out_stride,
     row_blocks,
     PARTS: tl.constexpr,
-    SPLIT: tl.constexpr,  # a program has one part, and out is fp32 [parts, rows, outputs]
+    SPLIT: tl.constexpr,  # each program computes one part, and out is fp32 [parts, rows, outputs]
     GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # so are the table's addresses, at 16 bytes
+    ALIGNED: tl.constexpr,  # the addresses of the table are aligned to 16 bytes
     FP32: tl.constexpr,
     EVEN: tl.constexpr,  # parts are multiples of BLOCK_K
     VECTOR: tl.constexpr,
@@ -106,7 +108,7 @@ def _product_kernel(
         first_row = row_block.to(tl.int64) * BLOCK_M
         end_row = rows.to(tl.int64)
         w = weight
-    # Behind an edge the last row is read again, and not written: no product needs a mask but at the end of a part.
+    # Beyond an edge the last row is read again but not written, so that only the end of a part needs a mask.
     m = first_row + tl.arange(0, BLOCK_M)
     n = output_block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -122,7 +124,7 @@ def _product_kernel(
         first_part = 0
         end_part = PARTS
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    one, two, four = total, total, total  # sums of so many parts, whose neighbors are yet to come
+    one, two, four = total, total, total  # sums of 1, 2 and 4 parts that wait for their neighbor in the tree
     for step in range(first_part * part_blocks, end_part * part_blocks):
         part = step // part_blocks
         block = step - part * part_blocks
@@ -167,7 +169,7 @@ def _product_kernel(
 def _tree(x, stride, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
     if COUNT == 1:
         return tl.load(x + FIRST * stride, mask=mask)
-    else:  # in Triton the branch not taken must not be compiled
+    else:  # Triton must not compile the other branch
         return _tree(x, stride, mask, FIRST, COUNT // 2) + _tree(x, stride, mask, FIRST + COUNT // 2, COUNT // 2)
 
 
@@ -179,21 +181,21 @@ def _tree_kernel(sums, out, size, PARTS: tl.constexpr):
 
 
 def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: int, dtype: torch.dtype) -> Tensor:
-    """X [R, K] times the transposed weights [N, K], counts rows of each: [R, N] in `dtype`.
+    """Multiply x [R, K] by the transposed weight [N, K] of each group: [R, N] in `dtype`. counts: rows of each group.
 
-    The sum over K is made of `parts` sums, a power of two of them, as the module's docstring has it. x and weights are fp32 or
-    bf16; unless both are bf16, products are in fp32. Errors: ValueError naming what does not fit.
+    The sum over K consists of `parts` partial sums (a power of two), added as the module docstring describes. x and weights
+    are fp32 or bf16. Products are in fp32 unless both are bf16. Errors: ValueError that names the argument.
     """
     _require(bool(weights) and len(weights) == len(counts), "one weight for each count")
     _matrix(x, "x")
     _require(dtype in _TILES, f"the result must be fp32 or bf16, not {dtype}")
     first, inputs = weights[0], x.shape[1]
     _matrix(first, "weight")
-    like = first.shape, first.stride(), first.dtype, x.get_device()  # Triton does not look behind an address
-    for i, weight in enumerate(weights):  # of which there are hundreds
+    like = first.shape, first.stride(), first.dtype, x.get_device()  # Triton does not check what an address points to
+    for i, weight in enumerate(weights):  # there are hundreds of weights: build a message only on failure
         if (weight.shape, weight.stride(), weight.dtype, weight.get_device()) != like:
             raise ValueError(
-                f"weight {i} is {list(weight.shape)} on {weight.device}, not {list(first.shape)} on {x.device} as the first one"
+                f"weight {i} is {list(weight.shape)} on {weight.device}, but weight 0 is {list(first.shape)} on {x.device}"
             )
     _require(first.shape[1] == inputs, f"weights have {first.shape[1]} inputs, x has {inputs}")
     _require(min(counts) >= 0 and sum(counts) == len(x), f"counts are of {sum(counts)} rows, x has {len(x)}")
@@ -213,7 +215,7 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
     tiles = row_blocks * triton.cdiv(outputs, tile.n)
     split = parts > _MOST_PARTS or (parts > 1 and tiles < _FEW_TILES)
     sums = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device) if split else out
-    # Loads are of 16 bytes where all that is added to an aligned address is a multiple of that.
+    # Loads have 16 bytes if every offset from an aligned address is a multiple of 16 bytes.
     width = inputs // parts
     vector = math.gcd(8, width, x.stride(0), first.stride(0))
     with _on(x):
@@ -250,7 +252,7 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
 
 
 def _blocks_of_rows(groups: Sequence[tuple[Tensor, int, int]], size: int, device: torch.device) -> Tensor:
-    """Address of the weight, first row and end of the group's rows of each block of `size` rows: int64 [blocks, 3]."""
+    """Return int64 [blocks, 3]: for each block of `size` rows the weight's address, the first row, the end of the group."""
     blocks, start = [], 0
     for _, address, count in groups:
         blocks += [(address, row, start + count) for row in range(start, start + count, size)]
@@ -260,7 +262,7 @@ def _blocks_of_rows(groups: Sequence[tuple[Tensor, int, int]], size: int, device
 
 
 def _on(x: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device, which need not be x's. Does nothing for a tensor of the interpreter."""
+    """Make the device of x current, because Triton launches there. No effect for CPU tensors (Triton's interpreter)."""
     return torch.cuda.device(x.device if x.is_cuda else -1)
 
 
@@ -309,7 +311,7 @@ def _square_sums_kernel(x, out, width, stride, PARTS: tl.constexpr):
 
 
 def square_sums(x: Tensor, parts: int) -> Tensor:
-    """Sums of squares of the rows of x [R, d]: fp32 [R]. Errors: ValueError."""
+    """Return the sum of squares of each row of x [R, d]: fp32 [R]. Errors: ValueError."""
     _matrix(x, "x")
     _check_parts(parts, x.shape[1])
     out = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -329,7 +331,7 @@ def _scale_rows_kernel(x, factors, weight, out, width, stride, BLOCK: tl.constex
 
 
 def scale_rows(x: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """X [R, d] times fp32 factors [R] times weight [d] of x's type, rounded once. Errors: ValueError."""
+    """Return x [R, d] times fp32 factors [R] times weight [d] (dtype of x), rounded once. Errors: ValueError."""
     _matrix(x, "x")
     _column(factors, "factors", len(x))
     _require(
@@ -344,7 +346,7 @@ def _swish_kernel(x, out, width, stride, slope, ALONE: tl.constexpr, BLOCK: tl.c
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + row * stride + at, mask=at < width).to(tl.float32)
-    # exp(-v) is infinite below -88, and 1 / infinity is 0: a NaN stays one, as it is not below
+    # For v below -88 exp(-v) is infinite and 1 / infinity is 0. NaN stays NaN, because it is not below -88.
     v_slope = v * slope
     e = tl.exp2(tl.where(v_slope < -88.0, -88.0, v_slope) * -_LOG2_E)
     gate = tl.div_rn(1.0, 1.0 + e)
@@ -353,7 +355,7 @@ def _swish_kernel(x, out, width, stride, slope, ALONE: tl.constexpr, BLOCK: tl.c
 
 
 def swish(x: Tensor, slope: float, gate_alone: bool) -> Tensor:
-    """X sigmoid(slope x) of x [R, d], or sigmoid(slope x) alone, rounded once. Errors: ValueError."""
+    """Return x sigmoid(slope x) for x [R, d], or only sigmoid(slope x), rounded once. Errors: ValueError."""
     _matrix(x, "x")
     return _by_number(_swish_kernel, x, slope=slope, ALONE=gate_alone)
 
@@ -398,11 +400,11 @@ def _softmax_kernel(x, out, width, stride, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax over the columns of fp32 x [R, n]. Errors: ValueError."""
+    """Return the softmax of each row of fp32 x [R, n]. Errors: ValueError."""
     _matrix(x, "x", torch.float32)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if out.numel():
-        block = min(_BLOCK.value, triton.next_power_of_2(x.shape[1]))  # of the number of columns alone
+        block = min(_BLOCK.value, triton.next_power_of_2(x.shape[1]))  # depends only on the number of columns
         with _on(x):
             _softmax_kernel[(len(x),)](x, out, x.shape[1], x.stride(0), BLOCK=block, num_warps=1 if block <= 256 else 4)
     return out
@@ -416,7 +418,7 @@ def _topk_kernel(x, out, width, stride, k, BLOCK: tl.constexpr):
     bits = v.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # rises with v
     order = tl.where(v == v, order, -0x80000000)
-    # One integer with the place in its lower half: of equal numbers the first one's is the largest.
+    # One integer per element, with the index in its lower half. Among equal values the first index gives the largest integer.
     key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
     lowest = -0x7FFFFFFFFFFFFFFF - 1
     key = tl.where(column < width, key, lowest)
@@ -427,9 +429,10 @@ def _topk_kernel(x, out, width, stride, k, BLOCK: tl.constexpr):
 
 
 def topk(x: Tensor, k: int) -> Tensor:
-    """Places [R, k] int64 of the largest of fp32 x [R, n], largest first; of equal ones the first; NaNs last.
+    """Return the indices [R, k] int64 of the k largest values of each row of fp32 x [R, n], largest first, NaNs last.
 
-    A row is one program's: made for n of thousands. Errors: ValueError.
+    Among equal values the smaller index comes first. One program processes a row, so n may be in the thousands. Errors:
+    ValueError.
     """
     _matrix(x, "x", torch.float32)
     _require(0 <= k <= x.shape[1], f"k must be at most {x.shape[1]}")
@@ -455,9 +458,9 @@ def _combine_kernel(x, places, out, width, stride, count, BLOCK: tl.constexpr):
 
 
 def combine(x: Tensor, places: Tensor) -> Tensor:
-    """Sum of the rows places [T, k] of x [R, d], in that order, in fp32, rounded once: [T, d].
+    """Sum the rows `places` [T, k] of x [R, d] in this order, in fp32, rounded once: [T, d].
 
-    places must lie in [0, R), which is not checked: the host would wait for the GPU. Errors: ValueError.
+    places must lie in [0, R). This is not checked, because the host would have to wait for the GPU. Errors: ValueError.
     """
     _matrix(x, "x")
     _require(
@@ -490,9 +493,9 @@ def _exponential_sums_kernel(x, most, out, width, stride):
 
 
 def exponential_sums(x: Tensor, most: Tensor) -> Tensor:
-    """Sums of exp(x - most) over the columns of fp32 x [R, n], of terms rounded to units of 2^-FRACTION: int64 [R].
+    """Sum exp(x - most) over the columns of fp32 x [R, n], with terms rounded to units of 2^-FRACTION: int64 [R].
 
-    most: fp32 [R], at least the rows' maxima. Errors: ValueError.
+    most: fp32 [R], at least the maximum of each row. Errors: ValueError.
     """
     _matrix(x, "x", torch.float32)
     _column(most, "most", len(x))
@@ -504,17 +507,17 @@ def exponential_sums(x: Tensor, most: Tensor) -> Tensor:
     return out.sum(1)
 
 
-# -- plain torch: number by number, each by the same instructions wherever it lies ------------------------------------------
+# -- plain torch: element by element, with the same instructions at every index ----------------------------------------------
 
 
 def log_of_sums(sums: Tensor) -> Tensor:
-    """Natural logarithm of int64 sums of 2^-FRACTION, fp64. Errors: ValueError."""
+    """Return the natural logarithm, fp64, of int64 sums in units of 2^-FRACTION. Errors: ValueError."""
     _require(sums.dtype == torch.int64, "sums must be int64")
     return (sums.double() * 2.0**-FRACTION).log()
 
 
 def rotary(positions: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, n] fp32 of the angles position times fp32 frequencies [n]. Errors: ValueError."""
+    """Return cosines and sines [positions, n] fp32 of position times fp32 frequencies [n]. Errors: ValueError."""
     _column(frequencies, "frequencies", len(frequencies))
     angles = torch.arange(positions, dtype=torch.float32, device=frequencies.device)[:, None] * frequencies
     return angles.double().cos().float(), angles.double().sin().float()

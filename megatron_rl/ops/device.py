@@ -1,4 +1,4 @@
-"""From the host to a GPU without waiting for it."""
+"""Copies from the host to a GPU, and checks on GPU tensors, with as few synchronizations as possible."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import torch
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on `device`: to a GPU through pinned memory, so that the host goes on at once."""
+    """Copy a host tensor to `device`. A copy to a GPU uses pinned memory, so that the host does not wait."""
     if device.type == "cuda" and not tensor.is_cuda and torch.cuda.is_available():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 # -- late checks ---------------------------------------------------------------------------------------------------------
-# Conditions on tensors, looked at in one go: each look at a GPU's tensor waits for all the work that was asked of it.
+# Conditions on tensors, read together: each read of a GPU tensor waits for all work queued on the GPU.
 
 
 MakeError = Callable[[int], Exception]
-"""The number of the first wrong row -> what to raise."""
+"""Function from the number of the first wrong row to the exception to raise."""
 
 
 class LateChecks:
-    """Collects what `check` finds, until `look`."""
+    """Collects the conditions of `check` until `look` reads them all."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[torch.Tensor, MakeError]] = []
 
     def add(self, wrong: torch.Tensor, error: MakeError) -> None:
-        """Note wrong [n] bool, of which none may be true, and the error of a row."""
+        """Store a condition: `wrong` [n] bool, in which no entry may be true, and the error for a row."""
         self._pending.append((wrong, error))
 
     def look(self) -> None:
-        """One synchronization, where there is something to look at. Errors: that of the first wrong row."""
+        """Read all stored conditions, with one synchronization. Errors: the error of the first wrong row."""
         pending, self._pending = self._pending, []
         found = torch.stack([wrong.any() for wrong, _ in pending]).tolist() if pending else []
         for (wrong, error), bad in zip(pending, found, strict=True):
@@ -42,7 +42,7 @@ class LateChecks:
 
 
 def check(wrong: torch.Tensor, error: MakeError, late: LateChecks | None = None) -> None:
-    """Raise error(row) of the first true row of wrong [n] bool: at once, or when `late`, if given, is looked at."""
+    """Raise error(row) for the first true row of `wrong` [n] bool: at once, or in `late.look()` if `late` is given."""
     checks = LateChecks() if late is None else late
     checks.add(wrong, error)
     if late is None:

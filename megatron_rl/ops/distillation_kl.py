@@ -1,14 +1,16 @@
-"""Distillation from a teacher's hidden states: KL divergences of two heads, chunk by chunk over tokens.
+"""Distillation from a teacher's hidden states: KL divergences between two heads, computed chunk by chunk over tokens.
 
-With s and t the log-softmaxes of student and teacher, z the student's logits (both divided by the temperature), m the
-mixture's and E the mean under the student:
+z are the student's logits divided by the temperature. s and t are the log-softmaxes of student and teacher, m is the log of
+their mixture, and E is the mean under the student:
 
-    forward  KL(teacher || student) = sum e^t (t - s)             d/dz = e^s - e^t
-    reverse  KL(student || teacher) = E[s - t]                    d/dz = e^s ((s - t) - E[s - t])
-    jensen_shannon  mix sum e^t (t - m) + (1 - mix) E[s - m]      d/dz = (1 - mix) e^s ((s - m) - E[s - m])
+    forward:  KL(teacher || student) = sum e^t (t - s);           d/dz = e^s - e^t
 
-Forward is Hinton et al. (arXiv 1503.02531) without the factor of the squared temperature; reverse is MiniLLM's (arXiv
-2306.08543); jensen_shannon is eq. 1 of GKD (Agarwal et al., arXiv 2306.13649), as TRL's generalized_jsd_loss has it.
+    reverse:  KL(student || teacher) = E[s - t];                  d/dz = e^s ((s - t) - E[s - t])
+
+    jensen_shannon:  mix sum e^t (t - m) + (1 - mix) E[s - m];    d/dz = (1 - mix) e^s ((s - m) - E[s - m])
+
+Forward is the loss of Hinton et al. (arXiv 1503.02531) without the factor of the squared temperature. Reverse is the loss of
+MiniLLM (arXiv 2306.08543). jensen_shannon is eq. 1 of GKD (Agarwal et al., arXiv 2306.13649), as in TRL's generalized_jsd_loss.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megatron_rl.ops.token_terms import (
 Direction = Literal["forward", "reverse", "jensen_shannon"]
 _HEADS_OP = "linear_kl"
 _PADDING = -1e30
-"""A logit without probability. It is finite, as the difference of two of -inf would be NaN."""
+"""Logit of padding columns, with probability 0. It is finite because -inf minus -inf would be NaN."""
 
 
 def linear_kl(
@@ -51,26 +53,29 @@ def linear_kl(
     chunk_tokens: int = 2048,
     fp32_logits: bool = False,
 ) -> torch.Tensor:
-    """Divergence in nats of each token, [T] fp32 (fp64 where an argument is), differentiable in hidden and weight alone.
+    """Return the divergence of each token in nats, [T] fp32 (fp64 if an argument is fp64).
 
-    hidden [T, d], weight [V / tp, d]; teacher_hidden [T, dt], teacher_weight [V / tp, dt]: fp32, bf16 or fp64, the teacher's
-    width and type its own. Logits of both are divided by temperature. Hinton et al. and ModelOpt's LogitsDistillationLoss
-    multiply the result by its square, this does not.
+    The result is differentiable in `hidden` and `weight` only.
 
-    direction: forward is KL(teacher || student), reverse KL(student || teacher). jensen_shannon is, with
-    m = mix teacher + (1 - mix) student, mix KL(teacher || m) + (1 - mix) KL(student || m): mix is the teacher's weight in
-    both places, TRL's beta; 0 < mix < 1. Near 0 it is mix times forward, near 1 it is 1 - mix times reverse (TRL
-    puts forward and reverse themselves at 0 and 1).
+    hidden [T, d], weight [V / tp, d]; teacher_hidden [T, dt], teacher_weight [V / tp, dt]: fp32, bf16 or fp64. The teacher
+    may have another width and dtype. The logits of both are divided by `temperature`. Unlike Hinton et al. and ModelOpt's
+    LogitsDistillationLoss, this function does not multiply the result by the squared temperature.
 
-    The logits of more than chunk_tokens tokens never exist, in the forward or in the backward, the teacher's neither. Where
-    the tokens are several chunks the backward multiplies again: six products of the head's size in all, else four.
-    The gradient of weight is summed over chunks in fp32.
+    direction: forward is KL(teacher || student), reverse is KL(student || teacher). jensen_shannon is
+    mix KL(teacher || m) + (1 - mix) KL(student || m) with m = mix teacher + (1 - mix) student and 0 < mix < 1. mix is the
+    weight of the teacher in both places (TRL's beta). For mix near 0 the result is about mix x forward, for mix near 1 about
+    (1 - mix) x reverse. (TRL returns forward and reverse themselves at 0 and 1.)
 
-    With tp_group each rank holds an equal share of the rows of both weights, and the gradient of hidden is this rank's
-    part: their sum is the caller's, as with Megatron's column-parallel layers. vocab_size: the model's own; columns
-    beyond it (Megatron's padding) belong to no softmax. fp32_logits: as in linear_log_probs, for whichever head is bf16.
+    The logits of student and teacher exist for at most `chunk_tokens` tokens at a time, in the forward and in the backward.
+    With several chunks the backward computes the logits again: six products of the head's size in total, otherwise four.
+    The gradient of `weight` is summed over chunks in fp32.
 
-    NaN or infinite logits give NaN for their token. Errors: ValueError naming the argument.
+    With tp_group each rank holds an equal share of the rows of both weights. The gradient of `hidden` is then only this
+    rank's part; the caller sums the parts, as with Megatron's column-parallel layers. vocab_size: vocabulary of the model;
+    columns beyond it (Megatron's padding) are left out of the softmax. fp32_logits: as in linear_log_probs, for each bf16
+    head.
+
+    A token with NaN or infinite logits gives NaN. Errors: ValueError that names the argument.
     """
     check_head(_HEADS_OP, hidden, weight, ("hidden", "weight"))
     check_head(_HEADS_OP, teacher_hidden, teacher_weight, ("teacher_hidden", "teacher_weight"))
@@ -105,7 +110,7 @@ def kl_reference(
     direction: Direction = "forward",
     mix: float = 0.5,
 ) -> torch.Tensor:
-    """The definition in plain differentiable torch over whole logits [T, V]: [T]."""
+    """Return the divergence [T] by its definition, in plain differentiable torch over whole logits [T, V]."""
     student, teacher = ((x / temperature).log_softmax(-1) for x in (logits, teacher_logits.detach()))
     if direction == "forward":
         return (teacher.exp() * (teacher - student)).sum(-1)
@@ -118,7 +123,7 @@ def kl_reference(
 
 @dataclass(frozen=True)
 class _Divergence:
-    """As TokenTerms. What is kept of a token: the logarithms of both softmaxes' denominators, and E."""
+    """TokenTerms of `linear_kl`. Kept per token: the logs of both softmax denominators, and the mean under the student."""
 
     direction: Direction
     mix: float
@@ -154,26 +159,26 @@ class _Divergence:
         return below.add_(mean[:, None]).neg_().mul_(student.exp_())
 
     def _mixture_above_student(self, difference: torch.Tensor) -> torch.Tensor:
-        """The mixture's m - s from t - s, without the rounding of s: about zero where the two are the same."""
+        """Return m - s of the mixture from t - s, without the rounding error of s. About zero if t and s are equal."""
         own = difference.new_tensor(math.log1p(-self.mix))
         above = difference + math.log(self.mix)
         return torch.logaddexp(above, own, out=above)
 
 
 # -- linear topk kl ------------------------------------------------------------------------------------------------------
-# Distillation from recorded log-probs of a teacher's likeliest tokens: KL over these and one bucket for all others.
-# With a the teacher's probabilities of the k + 1 classes, b the student's, z the student's logits and q its softmax over the
-# tokens of the bucket alone:
+# Distillation from recorded log-probs of a teacher's likeliest tokens: KL over these tokens and one bucket for all others.
+# Let a be the teacher's probabilities of the k + 1 classes, b the student's, z the student's logits, and q the student's
+# softmax over only the tokens of the bucket:
 #     forward  KL(a || b) = sum a log(a / b)        c = b - a
 #     reverse  KL(b || a) = sum b log(b / a)        c = b (log(b / a) - KL)
-# dKL/dz of a token that has its own class is that class's c; of one in the bucket, the bucket's c times q.
+# dKL/dz is c of the class for a token that has its own class, and c of the bucket times q for a token in the bucket.
 
 
 TopkDirection = Literal["forward", "reverse"]
 _TOPK_OP = "linear_topk_kl"
 _NONE = (-100, -1)
 _MOST = 1e-3
-"""Tolerance by which a teacher's recorded probabilities may be above one: rounding of bf16 logits' softmax stays below.
+"""Tolerance of the sum of a teacher's recorded probabilities above one. Rounding of a softmax of bf16 logits stays below it.
 """
 
 
@@ -189,25 +194,27 @@ def linear_topk_kl(
     chunk_tokens: int = 2048,
     fp32_logits: bool = False,
 ) -> torch.Tensor:
-    """KL in nats of each token, [T] fp32 (fp64 where hidden is), between k + 1 classes; differentiable in hidden and weight.
+    """Return the KL of each token between k + 1 classes, in nats, [T] fp32 (fp64 if hidden is fp64).
 
-    token_ids [T, k] int64: ids of the whole vocabulary, in any order, none twice in a row; -100 or -1: none, and its
-    log-prob is not looked at; an id whose log-prob is -inf counts as none. log_probs [T, k] fp32 or fp64: the teacher's,
-    over its whole vocabulary at temperature 1, which is why there is no temperature here. All other tokens are one class,
-    the bucket, whose probability is what is left to one.
+    The result is differentiable in `hidden` and `weight`.
 
-    direction: forward is KL(teacher || student), reverse KL(student || teacher). By the data-processing inequality the KL
-    between classes is at most that between the tokens (what `linear_kl` gives at temperature 1): it is a lower bound, and
-    the same where k is the vocabulary, or where both spread the bucket's probability alike. It says nothing of how the
-    student spreads the bucket's probability.
+    token_ids [T, k] int64: ids of the whole vocabulary, in any order, each at most once per row. -100 or -1 marks an empty
+    slot, whose log-prob is ignored. An id with the log-prob -inf is treated as empty too. log_probs [T, k] fp32 or fp64: the
+    teacher's log-probs over its whole vocabulary at temperature 1; this function therefore has no temperature. All other
+    tokens form one class, the bucket. Its probability is 1 minus the sum of the listed probabilities.
 
-    A teacher's bucket of zero or less (log-probs are rounded) has no part in forward; in reverse, where the KL would
-    be infinite, it counts as 8 units of rounding of log_probs (1e-6 in fp32).
+    direction: forward is KL(teacher || student), reverse is KL(student || teacher). By the data-processing inequality the KL
+    between classes is a lower bound of the KL between tokens (`linear_kl` at temperature 1). The two are equal if k is the
+    vocabulary size, or if teacher and student distribute the bucket's probability in the same way. The KL between classes
+    does not depend on how the student distributes the bucket's probability.
+
+    log_probs are rounded, so the teacher's bucket can be zero or negative. Then forward leaves it out. In reverse the KL would
+    be infinite, so the bucket gets a probability of 8 rounding units of log_probs (1e-6 in fp32).
 
     hidden [T, d], weight [V / tp, d], tp_group, vocab_size, chunk_tokens, fp32_logits, gradients: as in linear_kl.
 
-    Errors: ValueError naming the argument, or the row that has an id outside the vocabulary or twice, or probabilities whose
-    sum is above one; a GPU is waited for once.
+    Errors: ValueError that names the argument, or the row whose ids are outside of the vocabulary or repeated, or whose
+    probabilities sum to more than one. The host waits for a GPU once.
     """
     check_head(_TOPK_OP, hidden, weight, ("hidden", "weight"))
     shapes = f"hidden {list(hidden.shape)}, token_ids {list(token_ids.shape)}, log_probs {list(log_probs.shape)}"
@@ -234,7 +241,7 @@ def linear_topk_kl(
 def _classes(
     token_ids: torch.Tensor, log_probs: torch.Tensor, direction: TopkDirection
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [T, k], -1: none; the teacher's log-probs of the classes [T, k + 1] fp64, the bucket last, -inf: none."""
+    """Return ids [T, k] (-1: empty) and the teacher's log-probs of the classes, [T, k + 1] fp64, bucket last (-inf: empty)."""
     none = (token_ids == _NONE[0]) | (token_ids == _NONE[1]) | (log_probs == -torch.inf)
     logs = torch.where(none, -torch.inf, log_probs.double())
     rest = 1 - logs.exp().sum(1, keepdim=True)
@@ -259,7 +266,7 @@ def _check_rows(ids: torch.Tensor, classes: torch.Tensor, vocabulary: int) -> No
 
 @dataclass(frozen=True)
 class _Buckets:
-    """As TokenTerms. What is kept of a token: the gradient at each class, and the log of the bucket's sum of exponentials."""
+    """TokenTerms of `linear_topk_kl`. Kept per token: the gradient of each class, and the bucket's log-sum-exp."""
 
     direction: TopkDirection
     ids: torch.Tensor
@@ -272,18 +279,18 @@ class _Buckets:
         own = torch.where(here, bucket.gather(1, column), -torch.inf)
         self._leave_out(bucket, column, here)
         logs = log_sum_of_ranks(torch.cat([own, bucket.logsumexp(1, keepdim=True)], 1), self.tp_group)
-        # The classes are few: fp64 costs nothing.
+        # There are few classes, so fp64 is cheap.
         student, teacher = logs.double().log_softmax(1), self.classes[chunk]
-        # A class that the student cannot have is left of the teacher's by rounding: the bucket of an empty rest.
+        # If the student has no token in a class (an empty bucket), the teacher's probability of it is only rounding error.
         teacher = torch.where(student == -torch.inf, -torch.inf, teacher)
         ratio = torch.where(teacher == -torch.inf, 0.0, teacher - student)
         if self.direction == "forward":
             value = (teacher.exp() * ratio).sum(1)
             slope = student.exp() - teacher.exp()
-        else:  # the teacher has all that the student has
+        else:  # the teacher has every class that the student has
             value = -(student.exp() * ratio).sum(1)
             slope = -student.exp() * (ratio + value[:, None])
-        log_sum = torch.where(logs[:, -1:] == -torch.inf, 0.0, logs[:, -1:])  # nothing is in it
+        log_sum = torch.where(logs[:, -1:] == -torch.inf, 0.0, logs[:, -1:])  # empty bucket
         return value.to(bucket.dtype), torch.cat([slope.to(bucket.dtype), log_sum], 1)
 
     def gradient(self, logits: list[torch.Tensor], chunk: slice, kept: torch.Tensor) -> torch.Tensor:
@@ -294,13 +301,13 @@ class _Buckets:
         return bucket.scatter_add_(1, column, torch.where(here, kept[:, :-2], 0.0))
 
     def _columns(self, chunk: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where this rank has the ids: [n, k] columns, 0 for those it has not, and whether it has them."""
+        """Return the columns [n, k] of the ids on this rank (0 if on another rank), and a mask of ids on this rank."""
         ids = self.ids[chunk]
         column = ids - first_column(self.tp_group, columns)
         here = (ids >= 0) & (column >= 0) & (column < columns)
         return torch.where(here, column, 0), here
 
     def _leave_out(self, logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> None:
-        """-inf at the ids; by a minimum, so that what is not here changes nothing."""
+        """Set the logits at the ids to -inf. A minimum is used, so that ids of other ranks change nothing."""
         smallest = torch.where(here, -torch.inf, torch.inf).to(logits.dtype)
         logits.scatter_reduce_(1, column, smallest, "amin")

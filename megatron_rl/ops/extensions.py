@@ -1,4 +1,4 @@
-"""The compiled extensions of csrc/, or one line that says how to get them."""
+"""Imports the compiled extensions of csrc/, or fails with a message that says how to build them."""
 
 import importlib
 from typing import Any
@@ -10,13 +10,13 @@ try:
     sink_attention: Any = importlib.import_module("megatron_rl.ops._sink_attention")
 except ImportError as error:
     raise UserError(
-        f"megatron_rl's kernels are not built for this Python and torch ({error}): tools/setup.sh --force builds them"
+        f"megatron_rl's kernels are not built for this Python and torch ({error}). Build them: tools/setup.sh --force"
     ) from None
 
 CAPABILITY = (8, 0)
-"""Least compute capability of a GPU that the CUDA part runs on: the oldest that setup.py compiles for."""
+"""Lowest compute capability for the CUDA part: the oldest architecture that setup.py compiles for."""
 
 
 def have_cuda() -> bool:
-    """True if the CUDA part is built: nvcc was there when the package was installed."""
+    """Return True if the CUDA part is built, that is, if nvcc was found when the package was installed."""
     return masked_log_softmax.cuda and sink_attention.cuda

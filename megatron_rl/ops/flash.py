@@ -1,8 +1,8 @@
-"""Which flash attention computes bf16 attention on CUDA, and what each takes.
+"""Choice of the flash attention for bf16 on CUDA, and the limits of each implementation.
 
-torch's `_flash_attention_forward` and `_flash_attention_backward` are FlashAttention 2, which comes with torch. Where
-FlashAttention 3 is installed, torch can put it in their place for the whole process. FlashAttention 4 (the package
-flash-attn-4) is called directly (`ops/flash_attention_4.py`): it has windows and sinks of its own, forward and backward.
+torch's `_flash_attention_forward` and `_flash_attention_backward` are FlashAttention 2, which comes with torch. If
+FlashAttention 3 is installed, torch can replace both functions by it for the whole process. FlashAttention 4 (the package
+flash-attn-4) is called directly (`ops/flash_attention_4.py`); it supports windows and sinks, forward and backward.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ import torch
 FlashImpl = Literal["auto", "torch", "FA3", "FA4"]
 
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""Modules in which they are; torch looks for FlashAttention 3 itself."""
+"""Module of each implementation. torch itself imports FlashAttention 3."""
 
 _WIDEST = {9: 256, 10: 128}
-"""FlashAttention 4: widest heads by the first number of the compute capability, where sinks and windows have gradients."""
+"""Widest heads of FlashAttention 4 by major compute capability, with gradients for sinks and windows."""
 
 
 def installed() -> list[str]:
-    """The names that can be chosen here, by whether their module can be found (its parents are imported)."""
+    """Return the implementations whose module can be found here. The search imports the parent packages."""
     return ["torch", *(name for name in MODULES if _is_there(name))]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads, as far as kernels differ in which they take."""
+    """Properties of attention heads that decide which kernel supports them."""
 
     width: int
-    """Numbers of a query and of a key."""
+    """Number of elements of a query and of a key."""
     value_width: int
+    """Number of elements of a value."""
     grouped: bool
-    """Several query heads share a key head."""
+    """True if several query heads share a key head."""
 
 
 def takes(impl: Literal["torch", "FA4"], dtype: torch.dtype, heads: Heads, capability: tuple[int, int]) -> bool:
-    """True where it computes such heads, forward and backward, on a GPU of this compute capability."""
+    """Return True if `impl` supports these heads, forward and backward, on a GPU of this compute capability."""
     width, value_width = heads.width, heads.value_width
     if dtype != torch.bfloat16 or width % 8 or value_width > width:
         return False
@@ -56,17 +57,20 @@ def takes(impl: Literal["torch", "FA4"], dtype: torch.dtype, heads: Heads, capab
 def choose(
     asked: FlashImpl, dtype: torch.dtype, heads: Heads, capability: tuple[int, int]
 ) -> Literal["torch", "FA4"] | None:
-    """The one that computes these heads when `asked` is the config's; None: none does. FlashAttention 3 counts as torch's."""
+    """Return the implementation for these heads, given the config's choice `asked`; None if no implementation supports them.
+
+    FlashAttention 3 counts as "torch".
+    """
     if asked in ("auto", "FA4") and takes("FA4", dtype, heads, capability) and _is_there("FA4"):
         return "FA4"
     return "torch" if takes("torch", dtype, heads, capability) else None
 
 
 def activate(asked: FlashImpl, capability: tuple[int, int] | None) -> Literal["torch", "FA3", "FA4"]:
-    """Have what is asked for ready in this process, whose GPU has this compute capability (None: no GPU). Once, at the start.
+    """Activate the implementation `asked` in this process, once at the start, and return the chosen implementation.
 
-    Returns the one that computes heads which it takes. Errors: ValueError where it is not installed, cannot be imported or
-    does not run on this GPU.
+    capability: compute capability of the GPU; None without a GPU. Errors: ValueError if the implementation is not installed,
+    cannot be imported or does not run on this GPU.
     """
     if asked in MODULES and asked not in installed():
         raise ValueError(f"{asked} is not installed (no module {MODULES[asked]}); installed: {', '.join(installed())}")
@@ -90,6 +94,6 @@ def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(MODULES[name]) is not None
     except ModuleNotFoundError as error:
-        return not MODULES[name].startswith(str(error.name))  # one that it needs: it is there and broken
-    except Exception:  # broken too, which `activate` says
+        return not MODULES[name].startswith(str(error.name))  # a dependency is missing: installed but broken
+    except Exception:  # also broken; `activate` reports it
         return True

@@ -1,8 +1,8 @@
 """Attention of packed sequences by FlashAttention 4 (flash-attn-4, CuTe DSL), with the signatures of csrc's flash attention.
 
-Its kernels know sinks: the log of the softmax's denominator that they give and take, [H, T] fp32 with the natural logarithm,
-counts the sink, and the backward returns the sinks' gradient, summed in fixed order. Each kernel is compiled when it is first
-needed (2 to 6 s), for the widths, the number of heads that share a key head, causal or windowed, with sinks or without.
+The kernels support sinks. Their log of the softmax denominator ([H, T] fp32, natural logarithm) includes the sink. The backward
+returns the gradient of the sinks, summed in a fixed order. Each kernel is compiled on first use (2 to 6 s). There is one kernel
+per combination of head widths, number of query heads per key head, causal or windowed, with or without sinks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.ops.flash import MODULES
 
 LONG = 512
-"""Bounds of sequences' lengths are at least this, more than a tile: short packs would have kernels compiled of their own."""
+"""Smallest max_seqlen given to the kernels, larger than a tile. Otherwise short packs would compile extra kernels."""
 
 
 def flash_forward(
@@ -31,7 +31,7 @@ def flash_forward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, Dv], lse [H, T] fp32, the sink included). cu_q, cu_k: int32 borders on the device; window 0: none."""
+    """Return (out [T, H, Dv], lse [H, T] fp32, including the sink). cu_q, cu_k: int32 borders on the device; window 0: none."""
     options = _options(cu_q, cu_k, max_q, max_k, window, scale, sinks)
     out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **options)
     return out, lse
@@ -52,7 +52,10 @@ def flash_backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad_q, grad_k, grad_v, grad_sinks or None); the same bits each time under torch.use_deterministic_algorithms."""
+    """Return (grad_q, grad_k, grad_v, grad_sinks or None).
+
+    Under torch.use_deterministic_algorithms repeated calls give the same bits.
+    """
     options = _options(cu_q, cu_k, max_q, max_k, window, scale, sinks)
     deterministic = torch.are_deterministic_algorithms_enabled()
     found = _interface()._flash_attn_bwd(q, k, v, out, grad, lse, deterministic=deterministic, **options)
@@ -75,5 +78,5 @@ def _options(
         "causal": True,
         "window_size_left": window - 1 if window else None,
         "window_size_right": 0 if window else None,
-        "learnable_sink": None if sinks is None else sinks.detach(),  # q, k and v it detaches itself
+        "learnable_sink": None if sinks is None else sinks.detach(),  # the kernel detaches q, k and v itself
     }

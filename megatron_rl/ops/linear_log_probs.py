@@ -1,9 +1,9 @@
-"""From hidden states and head weight to log-probs, chunk by chunk: the logits of more than one chunk never exist.
+"""Log-probs from hidden states and head weight, chunk by chunk: only the logits of one chunk exist at a time.
 
-The gradients of hidden states and weight are accumulated in a loop over chunks. Where all logits fit into one chunk
-they are kept for the backward. Otherwise the backward computes each chunk's logits again (four products of the head's
-size in all), unless `token_loss` tells how the loss depends on each token: then the forward computes the gradients on
-the way, and three products are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
+The gradients of hidden states and weight are accumulated in a loop over chunks. If all tokens fit into one chunk, its logits
+are kept for the backward. Otherwise the backward computes the logits of each chunk again (four products of the head's size
+in total). If `token_loss` gives the loss of each token, the forward computes the gradients at once, and three products are
+enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_rl.ops.masked_log_softmax import (
 from megatron_rl.ops.matmuls import HeadGradients, fp32_product, scaled, token_chunks
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""(log_probs [n], entropy [n] or None, rows [n]: which of the T tokens) -> these tokens' part of the loss, a scalar."""
+"""Function (log_probs [n], entropy [n] or None, rows [n]: indices among the T tokens) -> loss of these tokens, a scalar."""
 
 _OP = "linear_log_probs"
 
@@ -55,29 +55,30 @@ def linear_log_probs(
     rows: torch.Tensor | None = None,
     late: LateChecks | None = None,
 ) -> MaskedLogSoftmax:
-    """`masked_log_softmax` of hidden @ weight^T, whose logits exist for `chunk_tokens` tokens at a time.
+    """Return `masked_log_softmax` of hidden @ weight^T, with logits of at most `chunk_tokens` tokens at a time.
 
-    hidden [T, H] and weight [V / tp, H] of one type; targets [T] int64, -100: ignored, such rows never meet the head.
-    vocab_size: the model's own; columns beyond it (Megatron's padding) belong to no softmax. With tp_group each rank
-    holds an equal share of the rows of weight, and the gradient of hidden is this rank's part: their sum is the
-    caller's, as with Megatron's column-parallel layers. kept: the softmax of each token is over its kept tokens alone.
+    hidden [T, H] and weight [V / tp, H] have one dtype. targets: [T] int64; -100 ignores a row, which is then not multiplied
+    by the head. vocab_size: vocabulary of the model; columns beyond it (Megatron's padding) are left out of the softmax. With
+    tp_group each rank holds an equal share of the rows of `weight`. The gradient of `hidden` is then only this rank's part;
+    the caller sums the parts, as with Megatron's column-parallel layers. kept: restricts the softmax of each token to its
+    kept tokens.
 
-    fp32_logits: bf16 hidden and weight are multiplied into fp32 logits, as SGLang does with --enable-fp32-lm-head: products
-    of bf16 are exact in fp32, so that nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The
-    gradient of the logits is rounded to bf16 for its products with hidden and weight, which sum in fp32 as always.
+    fp32_logits: bf16 hidden and weight give fp32 logits, as in SGLang with --enable-fp32-lm-head. Products of bf16 numbers are
+    exact in fp32, so nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The gradient of the logits
+    is rounded to bf16 for its products with hidden and weight; these products sum in fp32 as always.
 
-    identical: log-probs whose bits depend on a token's hidden state alone, as those of an engine with the same operators
-    (ops/batch_invariant.py); logits are in fp32. Gradients are those of the same logits.
+    identical: the bits of a log-prob depend only on the hidden state of its token and equal those of an engine that uses the
+    same operators (ops/batch_invariant.py). Logits are in fp32. Gradients are computed from the same logits.
 
-    token_loss: only for a loss that is a sum of terms of one token each, with a normalizer that is known beforehand
-    (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
-    ratio of a whole sequence). The caller computes the same loss from the values that come back, and what its backward
-    sends must be token_loss's gradient times one number.
+    token_loss: for a loss that is a sum of terms of single tokens with a normalizer known in advance (PPO/GRPO clipping,
+    REINFORCE, cross entropy). It does not work for a loss whose terms use the log-probs of other tokens (GSPO's sequence
+    ratio). The caller computes the same loss from the returned values. The gradient that reaches this function in the
+    backward must be the gradient of token_loss times one number.
 
-    rows [n] int64: those whose target is not -100, in order, where the caller knows them; it has then checked the targets
-    too. late: where errors wait until the caller looks. With both, nothing here waits for a GPU.
+    rows: [n] int64, the rows whose target is not -100, in order, if the caller knows them; the caller must then check the
+    targets too. late: collects errors until the caller calls `late.look()`. With both arguments nothing here waits for a GPU.
 
-    Errors: ValueError as masked_log_softmax. RuntimeError in the backward where the loss is not token_loss's.
+    Errors: ValueError as in masked_log_softmax. RuntimeError in the backward if the gradient does not fit token_loss.
     """
     _check(hidden, weight, targets, vocab_size, chunk_tokens)
     check_options(log_rho, temperature)
@@ -219,7 +220,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.weight_dtype = weight.dtype
         else:
             ctx.numbers = [(s.first_column, s.log_rho, s.temperature) for s in states]
-            # Made here and seen by nobody else, so that the backward may overwrite them.
+            # Nothing else holds these logits, so the backward may overwrite them.
             ctx.only_logits = logits if len(chunks) == 1 else None
             ctx.save_for_backward(hidden, weight, rows, *(t for state in states for t in state.tensors()))
         if not values:
@@ -243,7 +244,7 @@ class _LinearLogProbs(torch.autograd.Function):
             of_weight = None if weight is None else scaled(weight, factor, ctx.weight_dtype)
             return scaled(hidden, factor, hidden.dtype), of_weight, None, None, None
         hidden, weight, rows, *tensors = ctx.saved_tensors
-        made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
+        made, ctx.only_logits = ctx.only_logits, None  # a second backward computes the logits again
         states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]
         chunks = token_chunks(len(hidden), ctx.settings.chunk_tokens)
         gradients = HeadGradients(hidden, weight, len(chunks), of_weight=ctx.needs_input_grad[1])
@@ -275,20 +276,20 @@ def _factor(
     grad_entropy: torch.Tensor | None,
     late: LateChecks | None,
 ) -> torch.Tensor:
-    """The one number by which the gradients that came back [T] differ from token_loss's [2, T]. Errors: RuntimeError."""
+    """Return the factor between the incoming gradients [T] and token_loss's gradients [2, T]. Errors: RuntimeError."""
     came = torch.stack([torch.zeros_like(sent[0]) if g is None else g for g in (grad_log_probs, grad_entropy)])
     sent, came = sent.flatten(), came.flatten()
-    largest = sent.nan_to_num(0.0, 0.0, 0.0).abs().argmax().view(1)  # an index of one dimension is not read by the host
+    largest = sent.nan_to_num(0.0, 0.0, 0.0).abs().argmax().view(1)  # the host does not read an index of one dimension
     factor = torch.where(sent[largest] == 0, 1.0, came[largest] / sent[largest])
     expected = factor * sent
     close = (came - expected).abs() <= 1e-4 * expected.abs() + 1e-6 * expected[largest].abs()
-    wrong = ~(close | (came.isnan() & sent.isnan()))  # a NaN of the loss itself goes on as such
+    wrong = ~(close | (came.isnan() & sent.isnan()))  # a NaN of the loss itself is passed on
     check(wrong, lambda _: RuntimeError(_WRONG_LOSS), late)
     return factor
 
 
 _WRONG_LOSS = (
-    f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"
-    " the loss is no sum over tokens with a normalizer known beforehand (GSPO is none); leave token_loss out,"
-    " and the logits are computed twice instead"
+    f"{_OP}: the incoming gradient is not the gradient of token_loss times one number: either token_loss differs from the"
+    " loss, or the loss is not a sum over tokens with a normalizer known in advance (like GSPO); leave token_loss out,"
+    " and the backward computes the logits again"
 )

@@ -1,9 +1,9 @@
 """Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (Li et al., eq. 18-20).
 
-The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32; it is fixed in the
-backward. Probabilities are renormalized over it. log_rho=None keeps the whole vocabulary: plain log-softmax.
+The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32. The backward treats it as
+constant. Probabilities are renormalized over the safe set. log_rho=None keeps the whole vocabulary (plain log-softmax).
 
-The row kernels are csrc/masked_log_softmax/ (CPU, CUDA). What the backward needs besides the logits is five numbers a row.
+The row kernels are in csrc/masked_log_softmax/ (CPU, CUDA). Besides the logits, the backward needs five numbers per row.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _OP = "masked_log_softmax"
 
 @dataclass(frozen=True)
 class MaskedLogSoftmax:
-    """One number per row [T]; fp32 (fp64 for fp64 logits)."""
+    """Results of `masked_log_softmax`, one number per row [T]; fp32 (fp64 for fp64 logits)."""
 
     log_probs: torch.Tensor
-    """Log-prob of the target under the safe set, differentiable. -inf with zero gradient for a target outside of it, 0
-    with zero gradient for an ignored row."""
+    """Log-prob of the target over the safe set, differentiable. A target outside of the safe set has -inf with zero
+    gradient; an ignored row has 0 with zero gradient."""
     in_support: torch.Tensor
-    """bool: the target lies in the safe set. False for an ignored row."""
+    """bool: True if the target is in the safe set. False for an ignored row."""
     coverage: torch.Tensor
-    """Share of the full softmax that the safe set holds; without gradient. 1 for an ignored row."""
+    """Probability mass of the safe set under the full softmax; without gradient. 1 for an ignored row."""
     entropy: torch.Tensor | None
-    """Entropy of the safe set's distribution, differentiable (the target plays no part). 0 for an ignored row."""
+    """Entropy of the distribution over the safe set, differentiable; it does not depend on the target. 0 for an ignored
+    row."""
     margin: torch.Tensor
-    """Logarithm of the target's probability over that of the likeliest token, pruned or not: the target would be in the safe
-    set of each log_rho up to it. Without gradient. 0 for an ignored row."""
+    """Log of (probability of the target / probability of the likeliest token), also for pruned targets. The target is in the
+    safe set for every log_rho up to this value. Without gradient. 0 for an ignored row."""
     pruned: torch.Tensor
-    """Share of the full softmax outside of the safe set; without gradient. 1 - coverage, but summed by itself: precise where it
-    is far below the rounding of 1. 0 for an ignored row."""
+    """Probability mass outside of the safe set under the full softmax; without gradient. Equals 1 - coverage, but is summed
+    separately, so that values far below the rounding error of 1 stay precise. 0 for an ignored row."""
 
 
 def masked_log_softmax(
@@ -56,15 +57,15 @@ def masked_log_softmax(
     with_entropy: bool = False,
     inplace_backward: bool = False,
 ) -> MaskedLogSoftmax:
-    """Log-probs of `targets` under the safe set of `logits`.
+    """Return the log-probs of `targets` over the safe set of `logits`, and related values.
 
-    logits: [T, V / tp] fp32, bf16 (or fp64), contiguous; with tp_group this rank's equal, contiguous share of the
+    logits: [T, V / tp] fp32, bf16 (or fp64), contiguous. With tp_group each rank holds an equal, contiguous share of the
     vocabulary. targets: [T] int64 ids of the whole vocabulary, -100 for rows to ignore. The gradient of the logits has
-    their dtype and is exactly zero outside the safe set; with inplace_backward it is written over them, so that no
-    second tensor of their size exists: for logits that nothing reads after the backward.
+    their dtype and is exactly zero outside of the safe set. With inplace_backward the gradient overwrites the logits, so that
+    no second tensor of this size exists. Use it only if nothing reads the logits after the backward.
 
-    Errors: ValueError naming the argument, before anything is computed. ValueError naming the row, on every rank alike,
-    where a target is outside of the vocabulary, or a row that counts has NaN or +inf or nothing above -inf; the host waits
+    Errors: ValueError that names the argument, before anything is computed. ValueError that names the row, on all ranks, if a
+    target is outside of the vocabulary, or if a row that is not ignored has NaN, +inf or no logit above -inf. The host waits
     for the device once.
     """
     _check(logits, targets, inplace_backward)
@@ -85,7 +86,7 @@ def masked_log_softmax_reference(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> MaskedLogSoftmax:
-    """The definition in plain differentiable torch over a whole vocabulary."""
+    """Return the results by their definition, in plain differentiable torch over a whole vocabulary."""
     counts = targets != IGNORE
     log_probs, in_support, coverage, entropy, margin, pruned = plain.log_softmax_by_definition(
         logits, targets.clamp(min=0), log_rho=log_rho, temperature=temperature
@@ -119,12 +120,12 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, inplace_backward: bool) 
     base = logits if logits._base is None else logits._base
     _require(
         not (inplace_backward and base.requires_grad and base.is_leaf),
-        "inplace_backward would overwrite logits that no operation has made (a leaf, or a view of one)",
+        "inplace_backward would overwrite logits that are a leaf or a view of a leaf; pass inplace_backward=False",
     )
 
 
 def check_options(log_rho: float | None, temperature: float) -> None:
-    """Check what every call must obey. Errors: ValueError."""
+    """Check log_rho and temperature. Errors: ValueError."""
     smallest, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     _require(smallest <= temperature <= largest, f"temperature {temperature} must be above 0, and a number of fp32")
     share = "(rho is a share of the largest probability)"
@@ -132,7 +133,7 @@ def check_options(log_rho: float | None, temperature: float) -> None:
 
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
-    """Check that all targets are in the vocabulary; the host waits for the device once. Errors: ValueError."""
+    """Check that all targets are in the vocabulary. The host waits for the device once. Errors: ValueError."""
     check(plain.outside_of(targets, vocabulary), partial(_bad_target, targets, vocabulary))
 
 
@@ -145,7 +146,7 @@ def _bad_target(targets: torch.Tensor, vocabulary: int, row: int) -> ValueError:
 def _bad_logits(targets: torch.Tensor, names: torch.Tensor | None, row: int) -> ValueError:
     name = row if names is None else int(names[row])
     return ValueError(
-        f"{_OP}: row {name} of the logits (target {int(targets[row])}) has NaN or +inf, or nothing above -inf"
+        f"{_OP}: row {name} of the logits (target {int(targets[row])}) has NaN, +inf or no value above -inf"
     )
 
 
@@ -155,27 +156,27 @@ def _kernels(logits: torch.Tensor) -> Any:
 
 
 def _row_kernels(logits: torch.Tensor) -> Any:
-    """Kernels for what follows from a few numbers a row: one launch on a GPU, small operators of torch elsewhere."""
+    """Return the kernels for work on a few numbers per row: one launch on a GPU, small torch operators on a CPU."""
     return _kernels(logits) if logits.is_cuda else plain
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Values that the backward needs besides the logits: a few numbers a row."""
+    """Values that the backward needs besides the logits: a few numbers per row."""
 
     targets: torch.Tensor
     in_support: torch.Tensor
     maximum: torch.Tensor
-    """Each row's largest logit, over the whole vocabulary."""
+    """Largest logit of each row, over the whole vocabulary."""
     safe_sum: torch.Tensor
-    """The sum of exp((logit - maximum) / temperature) over the safe set."""
+    """Sum of exp((logit - maximum) / temperature) over the safe set."""
     entropy: torch.Tensor | None
     first_column: int
     log_rho: float | None
     temperature: float
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """For ctx.save_for_backward; the other fields are numbers."""
+        """Return the tensors, for ctx.save_for_backward. The other fields are numbers."""
         return self.targets, self.in_support, self.maximum, self.safe_sum, self.entropy
 
 
@@ -190,10 +191,11 @@ def evaluate(
     late: LateChecks | None = None,
     vocabulary: int | None = None,
 ) -> tuple[MaskedLogSoftmax, Rows]:
-    """The values, without a graph, and what `write_gradient` needs. Arguments, checked, as `masked_log_softmax`.
+    """Compute the values without an autograd graph, and the inputs of `write_gradient`.
 
-    names [T]: the rows' numbers for an error. vocabulary: the targets are to be checked too, else they have been. Errors:
-    ValueError naming the row, when `late` is looked at if it is given; the values of such a row mean nothing.
+    Arguments as in `masked_log_softmax`, already checked. names: [T], row numbers for error messages. vocabulary:
+    size of the vocabulary, if the targets must still be checked. Errors: ValueError that names the row, raised in
+    `late.look()` if `late` is given; the values of this row are meaningless.
     """
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     first_column = group.rank() * logits.shape[1] if group is not None else 0
@@ -229,9 +231,9 @@ def write_gradient(
     grad_entropy: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Out = the logits' gradient; out may be the logits.
+    """Write the gradient of the logits to `out`, which may be the logits themselves.
 
-    dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H), j in the safe set; every rank holds what it needs.
+    dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H) for j in the safe set. No communication between ranks is needed.
     """
     sent = (None if g is None else g.contiguous() for g in (grad_log_probs, grad_entropy))
     factors = _row_kernels(logits).factors(
@@ -271,46 +273,48 @@ class _MaskedLogSoftmax(torch.autograd.Function):
         out = logits.detach() if ctx.inplace else torch.empty_like(logits)
         write_gradient(Rows(*tensors, *ctx.numbers), logits, grad_log_probs, grad_entropy, out)
         if ctx.inplace:
-            increment_version(logits)  # a second backward through them is an error, not a wrong number
+            increment_version(logits)  # a second backward through the logits then raises an error
         return out, None, None, None, None, None, None
 
 
 # -- kept tokens ---------------------------------------------------------------------------------------------------------
-# The tokens that a truncating sampler kept, as a mask of logits: the trainer's softmax is then over the same support.
+# The tokens that a truncating sampler kept, as a mask of logits, so that the trainer's softmax has the same support.
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """For each of T tokens the ids of the vocabulary that a truncating sampler kept (top-p, top-k)."""
+    """Vocabulary ids that a truncating sampler (top-p, top-k) kept for each of T tokens."""
 
     ids: torch.Tensor
-    """[n] int64, those of the first token, then of the second, ..."""
+    """[n] int64: kept ids of the first token, then of the second, ..."""
     borders: torch.Tensor
-    """[T + 1] int64: token t's are ids[borders[t] : borders[t + 1]]; none there: its whole vocabulary was kept."""
+    """[T + 1] int64: the kept ids of token t are ids[borders[t] : borders[t + 1]]. An empty range means that the whole
+    vocabulary was kept."""
     tokens: torch.Tensor
-    """[n] int64: the token of each id."""
+    """[n] int64: number of the token to which each id belongs."""
 
     @classmethod
     def of(cls, ids: torch.Tensor, borders: torch.Tensor) -> KeptTokens:
-        """The sets that `borders` cuts out of `ids`; a GPU would be waited for, so make them on the host."""
+        """Build the sets from `ids` and `borders`, on the host: on a GPU this would wait for the device."""
         each = torch.arange(len(borders) - 1, device=borders.device)
         return cls(ids, borders, each.repeat_interleave(borders.diff()))
 
     def remove_others(self, logits: torch.Tensor, rows: torch.Tensor, first_column: int) -> None:
-        """Logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets.
+        """Set logits [m, V / tp] of the tokens `rows` to -inf outside of the kept sets, in place.
 
-        All ids are looked at, those of other rows too: how many there are of some rows, a GPU would be waited for.
+        first_column: vocabulary id of the first column. The ids of all tokens are processed: to select those of `rows`, the
+        host would have to wait for the GPU.
         """
         count, width = logits.shape
         places = self.borders.new_full((len(self.borders) - 1,), count)
         row = places.index_copy(0, rows, torch.arange(count, device=rows.device))[self.tokens]
         column = self.ids - first_column
         here = (row < count) & (column >= 0) & (column < width)
-        cells = torch.where(here, row * width + column, count * width)  # the last one is for those that are not here
+        cells = torch.where(here, row * width + column, count * width)  # last cell: ids that are not here
         kept = torch.zeros(count * width + 1, dtype=torch.bool, device=rows.device).index_fill_(0, cells, True)
         truncated = self.borders[rows + 1] > self.borders[rows]
         logits.masked_fill_(truncated[:, None] & ~kept[:-1].view(count, width), -torch.inf)
 
     def to(self, device: torch.device) -> KeptTokens:
-        """The same on `device`, without waiting for it."""
+        """Copy to `device` without waiting for it."""
         return KeptTokens(upload(self.ids, device), upload(self.borders, device), upload(self.tokens, device))

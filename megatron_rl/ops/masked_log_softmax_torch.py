@@ -1,7 +1,7 @@
-"""masked_log_softmax in plain torch: its definition, and the row kernels for what the compiled ones do not serve.
+"""masked_log_softmax in plain torch: its definition, and row kernels for cases that the compiled kernels do not support.
 
-That is fp64, and CUDA tensors where csrc's CUDA part is not built; finish and factors also for tensors on the CPU, where small
-operators cost little. The kernels have the signatures of csrc's.
+These cases are fp64, and CUDA tensors if the CUDA part of csrc is not built. finish and factors also serve CPU tensors, for
+which small operators cost little. The kernels have the signatures of the kernels in csrc.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import torch
 
 IGNORE = -100
 LOWEST = -1e4
-"""Stands for a log-ratio of -inf: its exp is 0 in fp32 and fp64 too, and 0 times it is 0."""
+"""Finite value used instead of a log-ratio of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0 and not NaN."""
 
 
 def log_softmax_by_definition(
     logits: torch.Tensor, targets: torch.Tensor, *, log_rho: float | None, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs, in_support, coverage, entropy, margin, pruned), each [T], of logits [T, V] and targets [T] in the vocabulary.
+    """Return (log_probs, in_support, coverage, entropy, margin, pruned), each [T], of logits [T, V] at targets [T].
 
-    Differentiable, in the precision of `logits` (at least fp32); the safe set is taken in that precision.
+    All targets must be in the vocabulary. The result is differentiable. Everything, also the safe set, is computed in
+    the precision of `logits`, at least fp32.
     """
     z = logits.to(working_dtype(logits)) / temperature
     most = z.max(-1, keepdim=True).values
@@ -37,12 +38,12 @@ def log_softmax_by_definition(
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The type of the softmax of logits: fp32, or fp64 for fp64."""
+    """Return the dtype of the softmax: fp32, or fp64 for fp64 logits."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> torch.Tensor:
-    """[2, T]: the row's largest logit, +inf where it has a NaN; the target's logit, -inf where it is not here."""
+    """Return [2, T]: the largest logit of each row (+inf if it has NaN), and the target's logit (-inf if on another rank)."""
     rows, columns = logits.shape
     work = working_dtype(logits)
     most = (
@@ -57,7 +58,7 @@ def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> 
 def sums(
     logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
 ) -> torch.Tensor:
-    """[3, T], with d = (x - maximum) / temperature: e^d over the safe set, e^d outside of it, d e^d over the safe set."""
+    """Return three sums [3, T]: e^d over the safe set, e^d outside of it, d e^d over it; d = (x - maximum) / temperature."""
     out = maximum.new_zeros(3, len(maximum))
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         e = d.exp()
@@ -73,7 +74,7 @@ def sums(
 def extremes_and_sums(
     logits: torch.Tensor, targets: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`extremes` and `sums` of logits that hold the whole vocabulary."""
+    """Return `extremes` and `sums` of logits that hold the whole vocabulary."""
     first = extremes(logits, targets, 0)
     return first, sums(logits, first[0], log_rho, temperature, with_entropy)
 
@@ -87,16 +88,16 @@ def finish(
     with_entropy: bool,
     vocabulary: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Each row's (log_probs, in_support, coverage, entropy or None, margin, pruned, bad_logits, outside or None), [T].
+    """Return (log_probs, in_support, coverage, entropy or None, margin, pruned, bad_logits, outside or None), each [T].
 
-    extremes [2, T] and sums [3, T] are over the whole vocabulary. The last two are errors: NaN, +inf or nothing above -inf; a
-    target outside of the vocabulary, where its size is given.
+    extremes [2, T] and sums [3, T] are over the whole vocabulary. The last two results mark errors. bad_logits: the row has
+    NaN, +inf or no logit above -inf. outside: the target is outside of the vocabulary, if its size is given.
     """
     (maximum, at_target), (safe_sum, pruned_sum, weighted) = extremes, sums
     counts = targets != IGNORE
-    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
+    divisor = maximum.new_full((1,), temperature)  # CUDA multiplies by the inverse of a scalar, which rounds
     most = maximum / divisor
-    # The same on all ranks. An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
+    # All ranks compute the same. An ignored row may hold any values: it is processed like any other row and cleared here.
     bad_logits = counts & ~most.isfinite()
     in_support = counts & (at_target > -torch.inf)
     if log_rho is not None:
@@ -114,7 +115,7 @@ def finish(
 
 
 def outside_of(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """[T] bool: targets that count and are not in the vocabulary."""
+    """Return [T] bool: True for targets that are not ignored and not in the vocabulary."""
     return (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary))
 
 
@@ -127,7 +128,7 @@ def factors(
     grad_entropy: torch.Tensor | None,
     temperature: float,
 ) -> torch.Tensor:
-    """[3, T]: factor, slope and at_target of `gradient`, from the gradients [T] that came back."""
+    """Return [3, T]: factor, slope and at_target of `gradient`, from the incoming gradients [T]."""
     factor = slope = at_target = torch.zeros_like(safe_sum)
     if grad_log_probs is not None:
         at_target = torch.where(in_support, grad_log_probs / temperature, 0.0)
@@ -149,9 +150,9 @@ def gradient(
     temperature: float,
     out: torch.Tensor,
 ) -> None:
-    """Out = (factor + slope d) e^d inside the safe set, 0 outside, at_target added at the target.
+    """Write (factor + slope d) e^d inside of the safe set and 0 outside to `out`, and add at_target at the target.
 
-    factors [3, T] holds factor, slope and at_target. `out` may be the logits.
+    factors: [3, T], holds factor, slope and at_target. `out` may be the logits.
     """
     local = targets - first_column
     owned = (local >= 0) & (local < logits.shape[1])
@@ -161,11 +162,11 @@ def gradient(
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         grad = d.mul(slope[b]).add_(factor[b]).mul_(d.exp_()).mul_(safe)
         out[b] = grad.scatter_add_(1, index[b], at_target[b])
-    out.masked_fill_((factors == 0).all(0)[:, None], 0.0)  # whatever such a row holds
+    out.masked_fill_((factors == 0).all(0)[:, None], 0.0)  # such a row may hold NaN
 
 
 def _slices(logits: torch.Tensor) -> list[slice]:
-    """Blocks of rows that fit a CPU core's cache, or are large enough to fill a GPU."""
+    """Return blocks of rows that fit the cache of a CPU core, or are large enough to fill a GPU."""
     rows, columns = logits.shape
     per_block = max(1, ((1 << 24) if logits.is_cuda else (1 << 18)) // max(1, columns))
     return [slice(start, min(start + per_block, rows)) for start in range(0, rows, per_block)]
@@ -174,8 +175,8 @@ def _slices(logits: torch.Tensor) -> list[slice]:
 def _blocks(
     logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """(rows, d, 1.0 inside the safe set and 0.0 outside), in working precision; both may be overwritten."""
-    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
+    """Yield (rows, d, mask with 1.0 inside of the safe set), in working precision. The caller may overwrite both tensors."""
+    divisor = maximum.new_full((1,), temperature)  # CUDA multiplies by the inverse of a scalar, which rounds
     for b in _slices(logits):
         z = logits[b].to(maximum.dtype) / divisor
         most = (maximum[b] / divisor)[:, None]

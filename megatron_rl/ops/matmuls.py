@@ -1,7 +1,7 @@
-"""Products of rows that lie by group with each group's matrix, all groups in one launch: torch's grouped product.
+"""Grouped products: rows sorted by group times the matrix of their group, all groups in one launch (torch's grouped_mm).
 
-Its kernel takes bf16 on GPUs of compute capability 9 and 10. Matrices [out, in] of the groups come one by one, as
-parameters are, and are stacked for each product: its kernel takes them at equal distances alone.
+The kernel supports bf16 on GPUs of compute capability 9 and 10. The matrices [out, in] of the groups are separate parameters.
+They are stacked for each product, because the kernel needs them at equal distances in memory.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ import torch.nn.functional as F
 from megatron_rl.ops.device import upload
 
 MOST_GROUPS = 1023
+"""Largest number of groups that the kernel supports."""
 _ALIGNED = 8
-"""Every row begins at a multiple of 16 bytes: so many numbers of bf16."""
+"""Row widths must be multiples of this number of bf16 elements (16 bytes)."""
 _BIAS_NUMBERS = 1 << 25
-"""So many numbers of biases are gathered at a time."""
+"""Number of bias elements that are gathered at a time."""
 
 
 def served(x: torch.Tensor, groups: int) -> bool:
-    """True where torch's kernel takes rows x [N, in] of so many groups; else torch would go group by group itself."""
+    """Return True if torch's kernel supports rows x [N, in] of `groups` groups. Otherwise torch would loop over groups."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and len(x) and groups <= MOST_GROUPS):
         return False
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def aligned(*widths: int) -> bool:
-    """True where the kernel takes rows of these widths."""
+    """Return True if the kernel supports rows of these widths."""
     return all(width % _ALIGNED == 0 for width in widths)
 
 
 def ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """End of each group's rows, [E] int32 on the device, which the host does not wait for."""
+    """Return the end of each group's rows, [E] int32 on the device, without waiting for the device."""
     return upload(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
 
 
 def product(x: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows x [N, in] by group, weights [out, in] of each -> [N, out]."""
+    """Multiply rows x [N, in] by the transposed weight [out, in] of their group: [N, out]."""
     return F.grouped_mm(x, torch.stack([*weights]).transpose(1, 2), offs=ends)
 
 
 def input_gradient(grad: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gradient [N, out] of the product -> that of x [N, in]."""
+    """Return the gradient of x [N, in] from the gradient [N, out] of the product."""
     return F.grouped_mm(grad, torch.stack([*weights]), offs=ends)
 
 
 def weight_gradients(
     grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Gradient [N, out] of the product and its rows x [N, in] -> that of each weight [out, in], zeros without rows."""
+    """Return the gradient of each weight [out, in] from grad [N, out] and rows x [N, in]; zeros for a group without rows."""
     return _sums_by_group(grad, x, ends, counts).unbind()
 
 
 def add_biases(out: torch.Tensor, ends: torch.Tensor, biases: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Add to each row of out [N, out] its group's bias of [E, out], times its scale of [N, 1]; some rows at a time."""
+    """Add the bias of its group, biases [E, out] times scales [N, 1], to each row of out [N, out], some rows at a time."""
     rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
     groups = torch.searchsorted(ends, rows, right=True)
     for start in range(0, len(out), step := max(1, _BIAS_NUMBERS // out.shape[1])):
@@ -68,9 +69,9 @@ def add_biases(out: torch.Tensor, ends: torch.Tensor, biases: torch.Tensor, scal
 def bias_gradients(
     grad: torch.Tensor, ends: torch.Tensor, counts: Sequence[int], scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """Gradient [N, out] of the rows -> that of the biases [E, out]: sums over each group's rows, times their scales.
+    """Return the gradient of the biases [E, out] from grad [N, out]: the sum over each group's rows, times their scales.
 
-    A product with the scales as columns: fp32 scales are the sum of two of bf16, to 2^-16.
+    It is computed as a product with the scales as columns. An fp32 scale is split into two bf16 numbers, exact to 2^-16.
     """
     columns = grad.new_zeros((len(grad), _ALIGNED))
     if scales is None:
@@ -82,33 +83,33 @@ def bias_gradients(
 
 
 def scale_gradients(grad: torch.Tensor, ends: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
-    """Gradient [N, out] of the rows -> that of their scales [N, 1]: each row times its group's bias of [E, out]."""
+    """Return the gradient of the scales [N, 1] from grad [N, out]: each row times the bias of its group, biases [E, out]."""
     return F.grouped_mm(grad, F.pad(biases.unsqueeze(-1), (0, _ALIGNED - 1)), offs=ends)[:, :1]
 
 
 def _sums_by_group(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """left^T right over each group's rows: [E, left's width, right's width]."""
+    """Return left^T right over the rows of each group: [E, width of left, width of right]."""
     sums = F.grouped_mm(left.t(), right, offs=ends)
     if empty := [sums[group] for group, count in enumerate(counts) if not count]:
-        torch._foreach_zero_(empty)  # pyright: ignore[reportPrivateImportUsage]: on some GPUs nothing was written there
+        torch._foreach_zero_(empty)  # pyright: ignore[reportPrivateImportUsage]: some GPUs write nothing there
     return sums
 
 
 # -- head products -------------------------------------------------------------------------------------------------------
-# The matrix products of a head, chunk by chunk over tokens: logits, and the gradients of hidden states and weight.
+# The matrix products of an output head, chunk by chunk over tokens: logits, and gradients of hidden states and weight.
 
 
 _FP32_ROWS = 8192
-"""Rows of the weight that are fp32 at a time without a GPU, whose product has no such output."""
+"""Rows of the weight that are converted to fp32 at a time on a CPU, which has no bf16 product with fp32 output."""
 
 
 def token_chunks(tokens: int, size: int) -> list[slice]:
-    """Cut `tokens` tokens into slices of `size`, the last one shorter; no tokens: no slices."""
+    """Cut `tokens` tokens into slices of `size`; the last slice may be shorter. No tokens give no slices."""
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[n, V] fp32 = hidden [n, H] @ weight [V, H]^T, without an fp32 copy of the whole weight; fp64 stays fp64."""
+    """Return hidden [n, H] @ weight [V, H]^T, [n, V] fp32 (fp64 for fp64), without an fp32 copy of the whole weight."""
     if hidden.dtype != torch.bfloat16:
         return hidden @ weight.t()
     if hidden.is_cuda:
@@ -118,23 +119,23 @@ def fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Tensor times factor [1], rounded to dtype; on a GPU one pass over it, in which nothing else of its size is written."""
+    """Return tensor times factor [1], rounded to dtype. On a GPU this is one pass, without a temporary of the same size."""
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
 class HeadGradients:
-    """The gradients of hidden [T, H] and weight [V, H], summed chunk by chunk."""
+    """Gradients of hidden [T, H] and weight [V, H], summed chunk by chunk."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int, *, of_weight: bool) -> None:
-        """of_weight: a frozen head has none, which saves a product and the memory of its sum."""
+        """of_weight: False for a frozen head, which saves a product and the memory of the gradient."""
         self.hidden, self._of_weight = torch.empty_like(hidden), of_weight
-        # Summed over chunks in fp32 at least. On a GPU the sum begins with the first product.
+        # The sum over chunks is at least fp32. On a GPU it starts with the first product.
         self._total = torch.promote_types(weight.dtype, torch.float32) if chunks != 1 else weight.dtype
         zeros = of_weight and (chunks == 0 or (chunks > 1 and not weight.is_cuda))
         self.weight = torch.zeros_like(weight, dtype=self._total) if zeros else None
 
     def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
-        """Add what grad_logits [n, V] of tokens `chunk`, whose hidden states are `hidden` [n, H], give."""
+        """Add the contribution of the tokens `chunk`, with hidden states `hidden` [n, H] and grad_logits [n, V]."""
         grad_logits = grad_logits.to(weight.dtype)
         self.hidden[chunk] = grad_logits @ weight
         if not self._of_weight:
@@ -146,7 +147,7 @@ class HeadGradients:
             self.weight = torch.mm(left, hidden, out_dtype=self._total)
         elif self._total == weight.dtype:
             total.addmm_(left, hidden)
-        elif weight.is_cuda:  # the product adds to the sum: none is rounded to bf16, and no second [V, H] is made
+        elif weight.is_cuda:  # adds in fp32 without a second [V, H] tensor
             torch.addmm(total, left, hidden, out_dtype=self._total, out=total)
         else:
             total += left @ hidden

@@ -1,14 +1,14 @@
 """Causal attention over packed sequences, with sliding windows and learnable attention sinks.
 
-A sink (gpt-oss, after "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453) is one more logit
-per head that takes part in the softmax's denominator and has no value:
+A sink (gpt-oss, after "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453) is an extra logit per head
+that enters the softmax denominator but has no value:
 
     out_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij)),    s_ij = scale * q_i . k_j
 
-With L_i = log(exp(sink) + sum_j exp(s_ij)) and p_ij = exp(s_ij - L_i) the gradients are those of plain attention, and
-d sink = -sum_i exp(sink - L_i) (out_i . dout_i).
+Let L_i = log(exp(sink) + sum_j exp(s_ij)) and p_ij = exp(s_ij - L_i). The gradients of q, k and v have the same form as in
+plain attention. The gradient of the sink is d sink = -sum_i exp(sink - L_i) (out_i . dout_i).
 
-The kernels are csrc/sink_attention/.
+The kernels are in csrc/sink_attention/.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ _OP = "sink_attention"
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Borders of packed sequences, looked at once for all layers of a pass."""
+    """Borders of packed sequences, read once for all layers of a pass."""
 
     borders: torch.Tensor
-    """[S + 1] int64 on the CPU: starts of the sequences, and their end."""
+    """[S + 1] int64 on the CPU: start of each sequence, then the end of the last one."""
     on_device: torch.Tensor
-    """The same, int32, on the device of the tokens."""
+    """The same borders, int32, on the device of the tokens."""
     max_length: int
+    """Number of tokens of the longest sequence."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, device: torch.device) -> PackedSequences:
-        """Read the borders cu_seqlens [S + 1]; the host waits for them where they are on a GPU.
+        """Read the borders cu_seqlens [S + 1]. If they are on a GPU, the host waits for them.
 
-        Errors: ValueError where they do not rise from 0.
+        Errors: ValueError if the borders do not start at 0 or do not rise.
         """
         _require(
             cu_seqlens.ndim == 1 and cu_seqlens.numel() > 0 and not cu_seqlens.is_floating_point(),
-            f"cu_seqlens must be integers [S + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
+            f"cu_seqlens must be integers of shape [S + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
         )
         borders = cu_seqlens.to("cpu", torch.int64).contiguous()
         lengths = borders.diff()
@@ -58,7 +59,7 @@ class PackedSequences:
         return cls(borders, cu_seqlens.to(device, torch.int32), int(lengths.max()) if len(lengths) else 0)
 
     def to(self, device: torch.device) -> PackedSequences:
-        """The same for tokens on `device`, without waiting for it."""
+        """Return the borders for tokens on `device`, without waiting for the device."""
         return replace(self, on_device=upload(self.on_device, device))
 
 
@@ -74,18 +75,22 @@ def sink_attention(
     cu_seqlens_k: torch.Tensor | PackedSequences | None = None,
     flash_attention: flash.FlashImpl = "torch",
 ) -> torch.Tensor:
-    """Causal attention inside each packed sequence.
+    """Compute causal attention inside each packed sequence: `[T, H, Dv]` in the dtype of q.
 
-    q `[T, H, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]`, contiguous, of one type (fp32, bf16 or fp64); H a multiple of Hkv
-    (query head h reads key head h // (H / Hkv)); sinks `[H]` or None (-inf: no sink); cu_seqlens `[S + 1]` starts of the
-    sequences and T, empty sequences allowed; with `window` w query i sees keys i-w < j <= i; scale defaults to
-    1 / sqrt(D). With cu_seqlens_k the keys have borders of their own: sequence s has at least as many keys as queries,
-    and its last query stands at its last key. flash_attention: which kernel computes bf16 on CUDA, as in ModelConfig.
+    q: `[T, H, D]`; k: `[T, Hkv, D]`; v: `[T, Hkv, Dv]`; all contiguous and of one dtype (fp32, bf16 or fp64). H is a multiple
+    of Hkv; query head h reads key head h // (H / Hkv).
+    sinks: `[H]` or None; -inf means no sink.
+    cu_seqlens: `[S + 1]`, starts of the sequences, then T; sequences may be empty.
+    window: with window w, query i sees the keys i-w < j <= i.
+    scale: 1 / sqrt(D) by default.
+    cu_seqlens_k: separate borders of the keys. Each sequence has at least as many keys as queries, and its last query is at
+    the position of its last key.
+    flash_attention: kernel for bf16 on CUDA, as in ModelConfig.
 
-    Returns `[T, H, Dv]` of q's type; softmax in fp32 (fp64 for fp64). Gradients reach q, k, v and sinks. Repeated runs give
-    the same bits; for the gradients of a flash attention on CUDA that takes torch.use_deterministic_algorithms.
-    Memory: a few tiles beside inputs, outputs and gradients, whatever the lengths.
-    Errors: ValueError naming the argument, before anything is computed.
+    The softmax is in fp32 (fp64 for fp64). Gradients reach q, k, v and sinks. Repeated runs give the same bits; the gradients
+    of a flash attention on CUDA need torch.use_deterministic_algorithms for this.
+    Memory: a few tiles besides inputs, outputs and gradients, for any sequence length.
+    Errors: ValueError that names the argument, before anything is computed.
     """
     _check(q, k, v, sinks, window)
     sequences = _sequences(cu_seqlens, q.device)
@@ -109,7 +114,10 @@ def sink_attention_reference(
     scale: float | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition in plain differentiable torch, in the inputs' own precision. Arguments as in `sink_attention`."""
+    """Compute attention by its definition, in plain differentiable torch and in the precision of the inputs.
+
+    Arguments as in `sink_attention`.
+    """
     options = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "window": window, "scale": scale}
     return plain.attention_by_definition(q, k, v, sinks, **options)
 

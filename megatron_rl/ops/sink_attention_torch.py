@@ -1,8 +1,8 @@
-"""sink_attention in plain torch: its definition, and what runs where the compiled kernels do not.
+"""sink_attention in plain torch: its definition, and kernels for cases that the compiled kernels do not support.
 
-`forward` and `backward` compute tile by tile: fp64, and on CUDA also fp32 and whatever a flash attention does not take.
-`flash_forward` and `flash_backward` put the sink around torch's flash attention, where csrc's CUDA part is not built. All
-have the signatures of csrc's.
+`forward` and `backward` compute tile by tile: fp64 everywhere, and on CUDA also fp32 and all heads that no flash attention
+supports. `flash_forward` and `flash_backward` add the sink to torch's flash attention, if the CUDA part of csrc is not built.
+All have the signatures of the kernels in csrc.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 256
-"""Sequences longer than this are cut into blocks of so many queries."""
+"""Largest number of queries per block; longer sequences are cut into blocks."""
 _TILE_SCORES = 1 << 22
-"""Scores (heads x queries x keys) of one tile at most: what bounds the memory."""
+"""Largest number of scores (heads x queries x keys) of one tile, which bounds the memory."""
 
 
 def attention_by_definition(
@@ -31,7 +31,10 @@ def attention_by_definition(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """One sequence at a time, in the inputs' own precision. Arguments as in `ops.sink_attention`; differentiable."""
+    """Compute attention one sequence at a time, in the precision of the inputs; differentiable.
+
+    Arguments as in `ops.sink_attention`.
+    """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     borders = [c.tolist() for c in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)]
@@ -52,7 +55,7 @@ def attention_by_definition(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out [Tq, H, Dv] of q's type, lse [H, Tq]: log of the softmax's denominator, the sink included).
+    """Return out [Tq, H, Dv], in the dtype of q, and lse [H, Tq], the log of the softmax denominator, including the sink.
 
     cu_q, cu_k: int64 borders on the CPU; window 0: none. Softmax in fp32 (fp64 for fp64).
     """
@@ -84,7 +87,7 @@ def backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad_q, grad_k, grad_v of q's type, grad_sinks or None). Each tile's weights are computed again from lse."""
+    """Return (grad_q, grad_k, grad_v, in the dtype of q, grad_sinks or None). Tiles recompute their weights from lse."""
     work = lse.dtype
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
     delta = (grad.to(work) * out.to(work)).sum(-1).t()  # [H, Tq]
@@ -106,18 +109,21 @@ def backward(
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Turn plain attention into attention with sinks, in place: O' = O exp(L - L'), L' = log(exp(L) + exp(sink)).
 
-    out [T, H, D]; lse [H, >= T], fp32, columns behind T stay as they are; sinks [H].
+    out: [T, H, D]; lse: [H, >= T] fp32, columns after T do not change; sinks: [H].
     """
     plain = lse[:, : out.shape[0]]
     sinks = sinks[:, None]
-    # exp(L - L') = 1 / (1 + exp(sink - L)); without a sink it is 1, also in a row without keys
+    # exp(L - L') = 1 / (1 + exp(sink - L)). Without a sink the factor is 1, also in a row without keys.
     share = torch.where(sinks == -math.inf, 1.0, torch.sigmoid(plain - sinks))
     out.mul_(share.t().unsqueeze(-1))
     plain.copy_(torch.where(sinks == -math.inf, plain, torch.logaddexp(plain, sinks)))
 
 
 def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """[H] fp32: -sum over tokens of exp(sink - L') (O' . dO'). Arguments as `apply_sink` leaves them."""
+    """Return the gradient of the sinks, [H] fp32: -sum over tokens of exp(sink - L') (O' . dO').
+
+    out and lse are O' and L', the results of `apply_sink`.
+    """
     delta = (grad.to(lse.dtype) * out).sum(-1).t()
     weights = torch.exp(sinks[:, None] - lse[:, : out.shape[0]])
     return -torch.where(sinks[:, None] == -math.inf, 0.0, weights * delta).sum(1)
@@ -135,7 +141,7 @@ def flash_forward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, and two tensors that the backward wants): csrc/sink_attention/binding.cpp in torch.
+    """Return out, lse and two tensors for the backward, as in csrc/sink_attention/binding.cpp.
 
     cu_q, cu_k: int32 borders on the device.
     """
@@ -168,7 +174,7 @@ def flash_backward(
     rng_state: Tensor,
     unused: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad_q, grad_k, grad_v, grad_sinks or None): flash attention's own backward of (dO', O', L')."""
+    """Return (grad_q, grad_k, grad_v, grad_sinks or None), from flash attention's backward applied to (dO', O', L')."""
     if len(q) == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), None if sinks is None else 0 * sinks
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
@@ -182,12 +188,12 @@ def flash_backward(
 
 
 def _pad(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The kernels want q's width."""
+    """Pad the last dimension to the width of q, as the kernels require."""
     return F.pad(x, (0, q.shape[2] - x.shape[2])) if x.shape[2] < q.shape[2] else x
 
 
 def _lengths(max_q: int, max_k: int) -> tuple[int, int]:
-    """At a longest length of 1 FlashAttention 2 takes a path for decoding, in which each sequence has exactly one query."""
+    """Return the lengths with max_q at least 2. At 1 FlashAttention 2 uses its decoding path: one query per sequence."""
     return max(max_q, 2), max_k
 
 
@@ -197,7 +203,7 @@ def _window(window: int) -> dict[str, int | None]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries of one sequence and the keys that they may see. Positions are those of the sequence's keys."""
+    """Queries of one sequence and the keys that they may see. Positions count the keys of the sequence."""
 
     queries: slice
     keys: slice
@@ -231,7 +237,7 @@ def _mask(
 def _scores(
     q: Tensor, k: Tensor, tile: _Tile, window: int, scale: float, work: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """([Hkv, G, Lq, Lk] scaled scores, -inf where hidden; queries [Hkv, G, Lq, D]; keys [Hkv, 1, Lk, D])."""
+    """Return scaled scores [Hkv, G, Lq, Lk] (-inf if masked), queries [Hkv, G, Lq, D] and keys [Hkv, 1, Lk, D]."""
     kv_heads = k.shape[1]
     queries = q[tile.queries].to(work).transpose(0, 1).unflatten(0, (kv_heads, -1))
     keys = k[tile.keys].to(work).transpose(0, 1).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Where each token of a packed micro-batch lies: positions, and Megatron's zigzag order under context parallelism.
+"""Layout of the tokens of a packed micro-batch: positions, and Megatron's zigzag order under context parallelism.
 
-With context parallelism of c ranks each sequence (padded to a multiple of 2c) is cut into 2c chunks, and rank r holds
-the chunks r and 2c-1-r: causal work is then the same on each rank. Built on the host, where the sequences are packed: a
-GPU would have to be waited for at every step of it.
+With c context-parallel ranks each sequence (padded to a multiple of 2c) is cut into 2c chunks, and rank r holds the chunks r
+and 2c-1-r. Causal attention then costs the same on each rank. The layout is built on the host while sequences are packed,
+because on a GPU every step would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from megatron_rl.ops.sink_attention import PackedSequences
 
 @dataclass(frozen=True)
 class OwnQueries:
-    """This rank's queries and the keys that they may see, when keys and values of all ranks are at hand."""
+    """Queries of this rank and the keys that they may see, after keys and values of all ranks were gathered."""
 
     queries: PackedSequences
-    """Borders of this rank's T tokens: each chunk of a sequence is a sequence of its own."""
+    """Borders of this rank's T tokens; each chunk counts as a sequence."""
     keys: PackedSequences
-    """Borders of `rows`: the keys of a chunk are those of its sequence up to the chunk's end."""
+    """Borders of `rows`: each chunk sees the keys of its sequence up to the end of the chunk."""
     rows: torch.Tensor
-    """[n] int64: places in the ranks' joined tokens; a sequence's first ones twice, once for each of its two chunks."""
+    """[n] int64: indices into the gathered tokens of all ranks. The first tokens of a sequence occur twice, once for each of
+    the two chunks."""
 
     def to(self, device: torch.device) -> OwnQueries:
-        """The same on `device`, without waiting for it."""
+        """Copy to `device` without waiting for it."""
         return OwnQueries(self.queries.to(device), self.keys.to(device), upload(self.rows, device))
 
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """One micro-batch on one context-parallel rank. T tokens on this rank, c * T in all."""
+    """Layout of one micro-batch on one context-parallel rank, with T tokens on this rank and c * T in total."""
 
     cu_seqlens: torch.Tensor
-    """[S + 1] int64: starts of the whole (padded) sequences, c * T at the end."""
+    """[S + 1] int64: starts of the whole (padded) sequences, then c * T."""
     order: torch.Tensor
-    """[c, T] int64: token of the whole micro-batch that rank r holds at place t."""
+    """[c, T] int64: index in the whole micro-batch of the token at place t of rank r."""
     positions: torch.Tensor
     """[T] int64: position of each token of this rank in its own sequence."""
     sequences: PackedSequences
-    """The whole (padded) sequences again, as attention wants them."""
+    """The same whole (padded) sequences, in the form that attention needs."""
     place: torch.Tensor
-    """[c * T] int64: where a token of the whole micro-batch lies when the ranks' tokens are joined, the inverse of order."""
+    """[c * T] int64: index of each token of the whole micro-batch among the gathered tokens of all ranks (inverse of order)."""
     own: OwnQueries | None
-    """None without context parallelism."""
+    """Queries of this rank; None without context parallelism."""
 
     def to(self, device: torch.device) -> TokenPlaces:
-        """The same on `device`, without waiting for it."""
+        """Copy to `device` without waiting for it."""
         return TokenPlaces(
             upload(self.cu_seqlens, device),
             upload(self.order, device),
@@ -61,9 +62,9 @@ class TokenPlaces:
 
     @classmethod
     def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> TokenPlaces:
-        """Lay out the sequences that start at cu_seqlens [S + 1] for one rank; padding behind the last is one more sequence.
+        """Build the layout for one rank. cu_seqlens: [S + 1]; padding after the last sequence becomes one more sequence.
 
-        Errors: ValueError when a sequence cannot be cut into 2 * context chunks, or the tokens are too few.
+        Errors: ValueError if a sequence cannot be cut into 2 * context chunks, or if there are too few token places.
         """
         starts = cu_seqlens.to(torch.int64)
         rest = tokens * context - starts[-1:]
@@ -71,7 +72,9 @@ class TokenPlaces:
             starts = torch.cat([starts, starts[-1:] + rest])
         lengths = starts.diff()
         if bool((lengths < 0).any()):
-            raise ValueError(f"packed sequences of {int(starts[-1] - rest)} tokens in {tokens} x {context} places")
+            raise ValueError(
+                f"packed sequences of {int(starts[-1] - rest)} tokens do not fit {tokens} x {context} places"
+            )
         if context > 1 and bool((lengths % (2 * context) != 0).any()):
             raise ValueError(f"context parallelism of {context} needs sequences padded to multiples of {2 * context}")
         whole = torch.arange(tokens * context, device=starts.device)
@@ -89,10 +92,10 @@ class TokenPlaces:
 
 
 def _own_queries(sequences: PackedSequences, place: torch.Tensor, context: int, rank: int) -> OwnQueries:
-    """The two chunks of each sequence that this rank holds, in the order in which it holds them."""
+    """Build the queries of this rank: its two chunks of each sequence, in the order in which it holds them."""
     starts, chunks = sequences.borders[:-1], sequences.borders.diff() // (2 * context)
     which = chunks.new_tensor([rank + 1, 2 * context - rank])
-    keys = (chunks[:, None] * which).view(-1)  # as many keys as the sequence has up to the chunk's end
+    keys = (chunks[:, None] * which).view(-1)  # number of keys of the sequence up to the end of the chunk
     queries = chunks.repeat_interleave(2)
     key_borders = _borders(keys)
     first = starts.repeat_interleave(2) - key_borders[:-1]

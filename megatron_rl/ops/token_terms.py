@@ -1,7 +1,7 @@
-"""A number of each token from its logits, chunk by chunk: the logits of more than one chunk never exist.
+"""Functions from a token's logits to one number, computed chunk by chunk: only the logits of one chunk exist at a time.
 
-What the forward keeps are a few numbers a token. The backward computes each chunk's logits again from hidden states and
-weights, unless all tokens are one chunk: then the products of the forward are kept.
+The forward keeps a few numbers per token. The backward computes the logits of each chunk again from hidden states and
+weights. If all tokens are in one chunk, the products of the forward are kept instead.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class TokenTerms(Protocol):
-    """Terms to compute. Logits come as a list, the student's [n, V / tp] first, and may be overwritten."""
+    """Function of the logits to compute. The logits are a list, the student's [n, V / tp] first; they may be overwritten."""
 
     def values(self, logits: list[torch.Tensor], chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [n] of tokens `chunk`, the same on all ranks, and what `gradient` needs of each of them, [n, c]."""
+        """Return the values [n] of the tokens `chunk`, the same on all ranks, and [n, c] to keep for `gradient`."""
         ...
 
     def gradient(self, logits: list[torch.Tensor], chunk: slice, kept: torch.Tensor) -> torch.Tensor:
-        """The numbers' gradient [n, V / tp] with respect to the student's logits; no rank waits for another."""
+        """Return the gradient [n, V / tp] of the values with respect to the student's logits, without communication."""
         ...
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How hidden states become logits."""
+    """Options of the step from hidden states to logits."""
 
     temperature: float
     tp_group: dist.ProcessGroup | None
@@ -41,16 +41,16 @@ class Heads:
     chunk_tokens: int
     fp32_logits: bool
     dtype: torch.dtype
-    """Dtype of the logits once they are multiplied."""
+    """Dtype of the logits after the product."""
     padding: float
-    """The logit of columns beyond vocab_size."""
+    """Logit of columns beyond vocab_size."""
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[n, H], [V / tp, H] -> [n, V / tp]."""
+        """Multiply hidden [n, H] by weight [V / tp, H] transposed: [n, V / tp]."""
         return fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
 
     def logits(self, products: Iterable[torch.Tensor], keep: bool) -> list[torch.Tensor]:
-        """Products in `dtype` and divided by the temperature; they are overwritten where that saves memory, or kept."""
+        """Convert products to `dtype` and divide them by the temperature. Without `keep` they are overwritten if possible."""
         found = []
         for product in products:
             scaled = product.to(self.dtype, copy=keep).div_(self.temperature)
@@ -58,16 +58,16 @@ class Heads:
                 first = first_column(self.tp_group, scaled.shape[1])
                 scaled[:, max(0, self.vocab_size - first) :] = self.padding
             found.append(scaled)
-            del product  # not beside the next one
+            del product  # free it before the next product
         return found
 
 
 def of_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, heads: Heads, terms: TokenTerms, *teacher: torch.Tensor
 ) -> torch.Tensor:
-    """Apply `terms` to hidden [T, H] and weight [V / tp, H], of which it is differentiable: [T] in the heads' dtype.
+    """Apply `terms` to the logits of hidden [T, H] and weight [V / tp, H]: [T] in `heads.dtype`, differentiable in both.
 
-    teacher: nothing, or another head's hidden states and weight, whose logits `terms` gets too; without gradient.
+    teacher: nothing, or hidden states and weight of a second head, whose logits are passed to `terms` too; no gradient.
     """
     found: Any = _OfTokens.apply(hidden, weight, heads, terms, *teacher)
     return found
@@ -116,17 +116,17 @@ class _OfTokens(torch.autograd.Function):
 
 
 def _products(heads: Heads, chunk: slice, *pairs: torch.Tensor) -> Iterable[torch.Tensor]:
-    """One after the other, of hidden states and weight in turn."""
+    """Yield the product of each pair (hidden states, weight), one after another."""
     return (heads.product(hidden[chunk], weight) for hidden, weight in zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def first_column(group: dist.ProcessGroup | None, columns: int) -> int:
-    """The id of this rank's first column."""
+    """Return the vocabulary id of this rank's first column."""
     return group.rank() * columns if group is not None else 0
 
 
 def log_sum_of_ranks(logs: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Logarithm of the sum over ranks of exp(logs), element by element; -inf where all of them are."""
+    """Return the log of the sum over ranks of exp(logs), element by element; -inf if `logs` is -inf on all ranks."""
     if group is None or group.size() == 1:
         return logs
     most = logs.clone()
@@ -138,13 +138,13 @@ def log_sum_of_ranks(logs: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 
 def require(op: str, condition: bool, message: str) -> None:
-    """Raise ValueError naming the operator."""
+    """Raise ValueError that names the operator, unless the condition holds."""
     if not condition:
         raise ValueError(f"{op}: {message}")
 
 
 def check_head(op: str, hidden: torch.Tensor, weight: torch.Tensor, names: tuple[str, str]) -> None:
-    """Shapes, types and devices of a pair. Errors: ValueError."""
+    """Check shapes, dtypes and devices of hidden states and weight. Errors: ValueError."""
     shapes = f"{names[0]} {list(hidden.shape)}, {names[1]} {list(weight.shape)}"
     fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     require(op, fit, f"{shapes} must be [T, H], [V, H]")
@@ -156,16 +156,16 @@ def check_head(op: str, hidden: torch.Tensor, weight: torch.Tensor, names: tuple
 
 
 def check_numbers(op: str, vocab_size: int | None, chunk_tokens: int) -> None:
-    """Check the numbers that every operator takes. Errors: ValueError."""
+    """Check vocab_size and chunk_tokens. Errors: ValueError."""
     require(op, vocab_size is None or vocab_size >= 1, f"vocab_size {vocab_size} must be at least 1")
     require(op, chunk_tokens >= 1, f"chunk_tokens {chunk_tokens} must be at least 1")
 
 
 # -- label over mean -----------------------------------------------------------------------------------------------------
-# How far the logit of each label is above the mean logit of the vocabulary: what label smoothing adds to a cross entropy.
-# With z the logits, y the label and e the share that is spread over the V tokens of the vocabulary,
+# The logit of each label minus the mean logit of the vocabulary. Label smoothing adds this term to a cross entropy.
+# With the logits z, the label y and the share e that is spread over the V tokens of the vocabulary,
 #     (1 - e) (-log p_y) + e mean over v of (-log p_v) = -log p_y + e (z_y - mean of z),
-# as log p_v = z_v - log sum exp z, of which the second part is the same for all. And the mean of the logits is the hidden state
+# because log p_v = z_v - log sum exp z, and the second part is the same for all v. The mean of the logits is the hidden state
 # times the mean row of the head's weight, so that no logits are needed.
 
 
@@ -177,13 +177,14 @@ def label_over_mean(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """z_y - mean of z of each token, [n] in fp32 (fp64 where hidden is), differentiable in hidden and weight.
+    """Return z_y - mean of z of each token, [n] fp32 (fp64 if hidden is fp64), differentiable in hidden and weight.
 
-    hidden [n, H] and weight [V / tp, H] of one type; targets [n] int64 of the whole vocabulary, below vocab_size, none ignored.
-    vocab_size: the model's own; rows beyond it (Megatron's padding) belong to no mean. With tp_group each rank holds an equal
-    share of the rows of weight, and the gradient of hidden is this rank's part: their sum is the caller's.
+    hidden [n, H] and weight [V / tp, H] have one dtype. targets: [n] int64 ids of the whole vocabulary, below vocab_size;
+    no target is ignored. vocab_size: vocabulary of the model; rows beyond it (Megatron's padding) are left out of the mean.
+    With tp_group each rank holds an equal share of the rows of `weight`. The gradient of `hidden` is then only this rank's
+    part; the caller sums the parts.
 
-    Errors: ValueError for shapes and types that do not fit.
+    Errors: ValueError if shapes or dtypes do not fit.
     """
     shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and targets.shape == hidden.shape[:1]
@@ -191,7 +192,7 @@ def label_over_mean(
         raise ValueError(f"label_over_mean: {shapes} must be [n, H], [V, H], [n]")
     if hidden.dtype != weight.dtype or targets.dtype != torch.int64:
         types = f"hidden is {hidden.dtype}, weight {weight.dtype}, targets {targets.dtype}"
-        raise ValueError(f"label_over_mean: {types}: must be alike, and int64")
+        raise ValueError(f"label_over_mean: {types}: hidden and weight must be alike, targets int64")
     found: Any = _LabelOverMean.apply(hidden, weight, targets, tp_group, vocab_size)
     return found
 
@@ -238,6 +239,6 @@ def _exact(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _direction(weight: torch.Tensor, local: torch.Tensor, own: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """[n, H]: this rank's part of the label's row of the weight, less that of the mean row."""
+    """Return [n, H]: this rank's part of the label's row of the weight minus the mean row."""
     mean = weight[: ctx.rows].sum(0, dtype=_exact(weight)) / ctx.vocabulary
     return weight[local].to(_exact(weight)) * own[:, None] - mean

@@ -1,7 +1,7 @@
-"""Lets Megatron-Core and SGLang run without a GPU, or without packages that Megatron takes for granted.
+"""Makes Megatron-Core and SGLang run without a GPU, or without packages that Megatron requires.
 
-With a GPU only the few swaps for missing packages are active, and nothing at all where Transformer Engine is installed.
-`python -m megatron_rl.platform` prints every replaced place of Megatron and why.
+With a GPU only the few replacements for missing packages are active; if Transformer Engine is installed, none are.
+`python -m megatron_rl.platform` prints every replaced part of Megatron with the reason.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from megatron_rl.platform.megatron.rules import Missing
 
 _MODELOPTS = "modelopt.torch.quantization.plugins.transformer_engine"
-"""ModelOpt's layers for Transformer Engine's: where that is installed without a GPU, Megatron has none that go with them."""
+"""ModelOpt's plugin for Transformer Engine layers. Without a GPU it is hidden, because Megatron then has no such layers."""
 
 
 def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
-    """Make `megatron.*` importable and usable with what this machine has. Call it before the first import of Megatron.
+    """Make `megatron.*` importable and usable on this machine. Call it before the first import of Megatron.
 
-    gpu: whether Megatron is to find a GPU; None: as torch says. `activate(gpu=True)` on a machine without one leaves
-    Megatron's device code as it is and swaps for missing packages alone: for tests that import what a GPU machine
-    imports, or build it on the meta device. It does not change torch.cuda.is_available(), which megatron_rl.models and
-    the trainer ask.
+    gpu: True if Megatron must find a GPU; None: as torch reports. On a machine without a GPU, `activate(gpu=True)` keeps
+    Megatron's device code and replaces only missing packages. Tests use this to import what a GPU machine imports, or to
+    build models on the meta device. It does not change torch.cuda.is_available(), which megatron_rl.models and the trainer
+    call.
 
-    Returns what the platform stands in for, nothing where it is inactive. The first call decides for the process.
-    Errors: UserError where there is a GPU and a Transformer Engine or an Apex that cannot work; RuntimeError when
-    Megatron was imported before.
+    Returns the parts that the platform replaces; an empty set if it is inactive. The first call decides for the process.
+    Errors: UserError if there is a GPU and Transformer Engine or Apex is installed but broken; RuntimeError if Megatron was
+    imported before.
     """
     active = sys.modules.get("megatron_rl.platform.megatron.loader")
     if active is not None and (finder := active.installed()):
@@ -42,7 +42,7 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     if early:
         raise RuntimeError(
             f"{early[0]} was imported before megatron_rl.platform.activate(): call activate() first, "
-            "else Megatron looks for what does not exist here"
+            "otherwise Megatron looks for packages and devices that do not exist here"
         )
     from megatron_rl.platform.megatron import loader
 
@@ -53,15 +53,15 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
 
         matmul.install()
         quiet.silence()
-        sys.modules.setdefault(_MODELOPTS, None)  # pyright: ignore[reportArgumentType]: as Python says of what is absent
+        sys.modules.setdefault(_MODELOPTS, None)  # pyright: ignore[reportArgumentType]: Python's mark of an absent module
     loader.install(missing)
     return missing
 
 
 def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
-    """The things that Megatron takes for granted and that are missing here. gpu and errors: as for `activate`.
+    """Return the parts that Megatron requires and that are missing here. gpu and errors: as in `activate`.
 
-    Without a GPU all of it is: packages that compute on a GPU alone are then left alone even where they are installed.
+    Without a GPU all of them count as missing: packages that need a GPU are then not used even if they are installed.
     """
     import torch
 
@@ -75,9 +75,9 @@ def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
 
 
 def has_transformer_engine() -> bool:
-    """True if Transformer Engine is installed and works; it is imported.
+    """Import Transformer Engine, and return True if it is installed and works.
 
-    Errors: UserError where it is installed and broken: Megatron would take some of it for present and some for absent.
+    Errors: UserError if it is installed but broken. Megatron would then use some of its parts and miss others.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
@@ -86,20 +86,20 @@ def has_transformer_engine() -> bool:
     except Exception as error:
         raise UserError(
             f"Transformer Engine is installed and cannot be imported ({type(error).__name__}:"
-            f" {' '.join(str(error).split())[:200]}): tools/setup.sh --gpu --force builds it for this torch, tools/setup.sh"
-            " --no-gpu leaves it out"
+            f" {' '.join(str(error).split())[:200]}): tools/setup.sh --gpu --force builds it for this torch; tools/setup.sh"
+            " --no-gpu does without it"
         ) from None
     return True
 
 
 def has_apex() -> bool:
-    """True if NVIDIA Apex is installed, from which Megatron takes its Adam where Transformer Engine is not.
+    """Return True if NVIDIA Apex is installed. Megatron uses its Adam if Transformer Engine is missing.
 
-    Errors: UserError where it is installed without that Adam's kernels.
+    Errors: UserError if Apex is installed without the kernels of this Adam.
     """
     try:
         importlib.import_module("apex.optimizers")
-    except ImportError:  # what cannot be imported is absent to Megatron too
+    except ImportError:  # Megatron too treats a failing import as absent
         return False
     if importlib.util.find_spec("amp_C") is None:
         raise UserError(

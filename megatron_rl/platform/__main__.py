@@ -1,4 +1,4 @@
-"""python -m megatron_rl.platform: every replaced place of Megatron, and why."""
+"""`python -m megatron_rl.platform` prints every replaced part of Megatron with the reason."""
 
 from __future__ import annotations
 

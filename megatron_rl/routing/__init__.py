@@ -1,4 +1,4 @@
-"""Expert routes over time: predicted, recorded, replayed, compared."""
+"""Expert routes over time: prediction, recording, replay and comparison."""
 
 from megatron_rl.platform import activate
 from megatron_rl.routing.predictor import RoutePredictor, predictive_loss

@@ -1,4 +1,4 @@
-"""How far routers are from the routes that are replayed, from what they were recorded with, and from the engine's."""
+"""Metrics of the distance between the routers' own choice, the replayed or recorded routes, and the engine's routes."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from megatron_rl.routing.table import RouteTable, deviation_counts, kl_divergenc
 
 
 class Foreseen(dict[int, Tensor]):
-    """[T, k] ids by layer that the engine would choose by a pass's logits, where those are not the pass's own."""
+    """Layer -> [T, k] ids that the engine would choose from the logits of a pass, if they differ from the pass's own choice."""
 
 
 class Unpredicted(dict[int, Tensor]):
-    """[T, k] ids by layer that a recording pass with prediction would have chosen of the same inputs without."""
+    """Layer -> [T, k] ids that a recording pass with prediction would have chosen without prediction."""
 
 
 class EngineDeviations(dict[int, Tensor]):
-    """[k + 1] counts by layer: the engine's routes against what the trainer would choose under the old weights."""
+    """Layer -> [k + 1] counts of deviations between the engine's routes and the trainer's choice under the old weights."""
 
 
 def share_of_experts(counts: list[float]) -> float | None:
-    """Counts [k + 1] of tokens of whose k experts 0, 1, ..., k differ -> the share that does not."""
+    """Return the share of equal experts, from counts [k + 1] of the tokens with 0, 1, ..., k different experts."""
     tokens = sum(counts)
     return 1 - sum(slot * count for slot, count in enumerate(counts)) / ((len(counts) - 1) * tokens) if tokens else None
 
 
 def shares(counts: list[float]) -> list[float] | None:
-    """Each count as a share of their sum."""
+    """Return each count as a share of their sum; None if the sum is 0."""
     tokens = sum(counts)
     return [float(count / tokens) for count in counts] if tokens else None
 
 
 class EngineAgreement(RouteObserver):
-    """Compares the engine's routes with those that the trainer would choose in its place, in the first pass."""
+    """Compares the engine's routes with the trainer's own choice, in the first pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, update: int) -> None:
         self.table, self.update = table, update
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Count how the engine's experts differ from the trainer's."""
+        """Count in how many slots the engine's experts differ from the trainer's."""
         engine, found = self.table.engine_route(layer), self.table.left(EngineDeviations)
         if engine is not None and layer not in found:
             trainers = self.table.left(Foreseen).get(layer, own)
             found[layer] = deviation_counts(engine, trainers, self.table.counted_with_route(engine))
 
     def metrics(self) -> Metrics:
-        """Return the engine's agreement by layer."""
+        """Return the agreement with the engine by layer."""
         found = self.table.left(EngineDeviations).items()
         return of_layers("engine_agreement", {n: derived(share_of_experts, c) for n, c in found}, self.update)
 
 
 class RouteAgreement(RouteObserver):
-    """Compares the routes that are replayed, or in free routing recorded, with those that routers would choose now."""
+    """Compares the replayed routes (in free routing: the recorded routes) with the current choice of the routers."""
 
     def __init__(self, table: RouteTable, source: RouteSource, update: int) -> None:
         self.table, self.update = table, update
         self.source: RouteSource = source
         self.deviations: dict[int, Tensor] = {}
-        """[k + 1] counts by layer."""
+        """Layer -> [k + 1] counts of tokens with 0, 1, ..., k different experts."""
         self.unpredicted: dict[int, Tensor] = {}
-        """The same, had nothing been predicted."""
+        """The same counts for the routes that would have been recorded without prediction."""
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Count how the replayed experts differ from those chosen now."""
+        """Count in how many slots the replayed experts differ from the current choice."""
         reference = reference_routes(self.table, self.source, layer)
         if layer in self.deviations or reference is None:
             return
@@ -91,14 +91,14 @@ class RouteAgreement(RouteObserver):
 
 
 class RouteDistance(RouteObserver):
-    """Measures how far the routers' distributions are from those that routes were recorded by, over the cached tokens."""
+    """Measures the distance between the routers' current distributions and those at recording time, on cached tokens."""
 
     def __init__(self, table: RouteTable, update: int) -> None:
         self.table, self.update = table, update
         self._found: dict[str, dict[int, Metric]] = {"kl": {}, "staleness": {}, "kl_unpredicted": {}}
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Compare the distributions now with those of the record."""
+        """Compare the current distributions with the recorded ones."""
         features = self.table.features.get(layer)
         if layer in self._found["kl"] or features is None or not len(features.logits):
             return logits
@@ -120,7 +120,7 @@ class RouteDistance(RouteObserver):
 
 
 # -- utilization ---------------------------------------------------------------------------------------------------------
-# How evenly routers use their experts: entropy of their distributions, and tokens of each expert.
+# How evenly routers use their experts: entropy of their distributions, and number of tokens per expert.
 
 
 class RouterEntropy(RouteObserver):
@@ -144,16 +144,16 @@ class RouterEntropy(RouteObserver):
 
 
 class Load(dict[int, Tensor]):
-    """[E] counted tokens by layer of each expert."""
+    """Layer -> [E] number of counted tokens of each expert."""
 
 
 def active_experts(load: np.ndarray) -> float | None:
-    """Share of the experts that had a token."""
+    """Return the share of the experts that had a token; None without tokens."""
     return float((load > 0).mean()) if load.any() else None
 
 
 def load_max(load: np.ndarray) -> float | None:
-    """Tokens of the busiest expert, as a multiple of the mean."""
+    """Return the tokens of the busiest expert, as a multiple of the mean; None without tokens."""
     return float(load.max() / load.mean()) if load.any() else None
 
 
@@ -175,7 +175,7 @@ class ExpertLoad(RouteObserver):
         """Return the share of active experts and the largest load by layer."""
         found: Metrics = {}
         for name, figure in {"active_experts": active_experts, "load_max": load_max}.items():
-            # Loads of several layers or updates are not to be added up.
+            # Average over layers and updates: their loads must not be added.
             loads = self.table.left(Load).items()
             of = {layer: replace(derived(figure, load), across="mean") for layer, load in loads}
             found |= of_layers(name, of, self.update)

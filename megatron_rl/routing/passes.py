@@ -1,7 +1,7 @@
-"""One pass of a micro-batch through the routers, as a list of observers that each router asks in turn.
+"""One pass of a micro-batch through the routers: a list of observers that each router calls in turn.
 
-A pass goes through the model beside the packing, so that micro-batches in flight, pipeline stages and recomputation each meet
-their own. A router holds a `RouteSelector`, which is told of the pass for the duration of its layer's forward and no longer.
+The pass travels through the model together with the packed batch. Micro-batches in flight, pipeline stages and recomputation
+therefore always use their own pass. Each router holds a `RouteSelector`, which knows the pass only during its layer's forward.
 """
 
 from __future__ import annotations
@@ -20,67 +20,67 @@ from megatron_rl.routing.table import has_route
 
 
 def straight_through(values: Tensor, x: Tensor) -> Tensor:
-    """Exactly the values, with the gradient of x; of one shape, finite."""
-    return values + (x - x.detach())  # the bracket is 0: adding it rounds nothing
+    """Return exactly `values`, with the gradient of x. Both have one shape and are finite."""
+    return values + (x - x.detach())  # the bracket is 0, so that the sum is not rounded
 
 
 class Router(Protocol):
-    """The interface of a layer's router that observers use."""
+    """Interface of a layer's router, as far as observers use it."""
 
     predictor: RoutePredictor | None
     score_function: str
 
     def choice(self, logits: Tensor) -> Tensor:
-        """[T, E] logits -> [T, k] int64: the experts that it would choose, whatever is replayed."""
+        """Return the experts [T, k] int64 that the router itself would choose from logits [T, E], regardless of replay."""
         ...
 
 
 class RouteObserver:
-    """A feature's part at the routers in one pass; the base class does nothing.
+    """Hooks of a feature into the routers during one pass; the base class does nothing.
 
-    The methods are called in this order in each layer.
-
-    Recomputation runs a layer again: what is measured is stored by layer, and measured once.
+    Each layer calls the methods in this order. Recomputation runs a layer again, so observers store their measurements by
+    layer and measure each layer once.
     """
 
     reads_outputs: bool = False
-    """True if it is shown what experts put out."""
+    """True if `see_outputs` must be called with the outputs of the experts."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Router input [T, d] (detached) and logits [T, E] before the choice; returns the logits to choose with."""
+        """See the router input [T, d] (detached) and the logits [T, E], and return the logits for the choice."""
         return logits
 
     def replay(self, layer: int) -> Tensor | None:
-        """[T, k] ids that stand in for the router's own, sentinels where it chooses; None: it does for all tokens."""
+        """Return ids [T, k] that replace the router's choice; sentinels, or None for all tokens, keep the router's choice."""
         return None
 
     def gates(self, layer: int) -> Tensor | None:
-        """[T, k] fp32 weights of the experts that `replay` names, before the model's scaling factor.
+        """Return fp32 weights [T, k] of the experts that `replay` returned, before the model's scaling factor.
 
-        0 in all slots of a token: its weights are the router's own. None: they are for all tokens.
+        A token with 0 in all slots keeps the router's own weights. None keeps them for all tokens.
         """
         return None
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Expert ids [T, k] int64 that the router chose by itself, and those that the tokens go to."""
+        """See the experts that the router itself chose and the experts that tokens are sent to, both [T, k] int64 ids."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Outputs of the experts [T k, D] times their router weights [T, k], and the rows [T, k] of each token's.
+        """See the outputs of the experts [T k, D] (times router weights [T, k]) and return the outputs to continue with.
 
-        Called in a pass without gradients, and in an update where they are computed; returns the outputs to go on with.
+        rows: [T, k], the rows of each token in `outputs`. Called in passes without gradients, and in an update when gradients
+        are computed.
         """
         return outputs
 
     def metrics(self) -> Metrics:
-        """Metrics that it measured, after the pass."""
+        """Return the measured metrics, after the pass."""
         return {}
 
 
 class RoutePass:
-    """One forward (and backward) of one micro-batch."""
+    """One forward (and backward) pass of one micro-batch through the routers."""
 
     def __init__(self, observers: Sequence[RouteObserver]) -> None:
-        """Where several observers replay, the first that has routes of a layer decides."""
+        """observers: if several of them replay, the first that has routes of a layer decides."""
         self.observers = observers
         self.reads_outputs = any(observer.reads_outputs for observer in observers)
 
@@ -91,7 +91,7 @@ class RoutePass:
         return logits
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
+        """Return the expert ids [T, k] int64 of this pass. own: [T, k], the router's own choice."""
         replayed = next((ids for o in self.observers if (ids := o.replay(layer)) is not None), None)
         chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
         for observer in self.observers:
@@ -99,9 +99,9 @@ class RoutePass:
         return chosen
 
     def weigh(self, layer: int, chosen: Tensor, weights: Tensor, scaling_factor: float) -> Tensor:
-        """Weights [T, E] of the chosen experts [T, k] in this pass. weights: [T, E], the router's own for them.
+        """Return the weights [T, E] of the chosen experts [T, k] in this pass. weights: [T, E], the router's own weights.
 
-        A replayed weight has exactly the value that is replayed, times the scaling factor, and the gradient of the router's.
+        A replayed weight has exactly the replayed value times the scaling factor, and the gradient of the router's weight.
         """
         gates = next((found for o in self.observers if (found := o.gates(layer)) is not None), None)
         if gates is None:
@@ -118,20 +118,17 @@ class RoutePass:
 
 
 class RouteSelector:
-    """Chooses the experts of a router.
-
-    It has the interface of Megatron-Core's RouterReplay, and none of its globals.
-    """
+    """Chooses the experts of a router. It has the interface of Megatron-Core's RouterReplay, without its global state."""
 
     def __init__(self) -> None:
         self.layer_number: int | None = None
         """Number of the layer in the model, from 1; Megatron's router sets it."""
         self.route_pass: RoutePass | None = None
         self.own: Tensor | None = None
-        """[T, k] ids that are the router's own choice, where Megatron's top-k is not to find it."""
+        """[T, k] ids of the router's own choice, if Megatron's top-k must not compute it."""
         self._asked = False
         self._chosen: Tensor | None = None
-        """[T, k] of the pass that it is told of, once the router has asked."""
+        """[T, k] ids chosen in the current pass; None until the router has asked."""
 
     @property
     def layer(self) -> int:
@@ -141,7 +138,7 @@ class RouteSelector:
 
     @contextmanager
     def during(self, route_pass: RoutePass | None) -> Iterator[None]:
-        """Obey `route_pass` inside the block. Errors: RuntimeError where the router chose without asking."""
+        """Use `route_pass` inside the block. Errors: RuntimeError if the router chose experts without asking."""
         self.route_pass, self._asked = route_pass, False
         try:
             yield
@@ -149,7 +146,8 @@ class RouteSelector:
             self.route_pass = self._chosen = None
         if route_pass is not None and not self._asked:
             raise RuntimeError(
-                f"router of layer {self.layer}: chose its experts without looking at the routes to replay"
+                f"router of layer {self.layer}: chose its experts without looking at the routes to replay, because it did not"
+                " call get_replay_topk"
             )
 
     def get_replay_topk(
@@ -160,7 +158,7 @@ class RouteSelector:
         group_topk: int | None,
         own: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """(scores [T, k], ids [T, k]) of this pass's experts. scores: [T, E] in which `own` finds the router's choice."""
+        """Return scores [T, k] and ids [T, k] of the experts of this pass. `own` finds the router's choice in scores [T, E]."""
         if self.route_pass is None and self.own is None:
             return own(scores, topk, num_groups, group_topk)
         self._asked = True
@@ -171,23 +169,24 @@ class RouteSelector:
         return scores.gather(1, self._chosen), self._chosen
 
     def weigh(self, weights: Tensor, scaling_factor: float) -> Tensor:
-        """Weights [T, E] of this pass's experts. weights: [T, E], which the router gives them, scaling factor included."""
+        """Return the weights [T, E] of this pass's experts. weights: [T, E], the router's own, including the scaling factor."""
         if self.route_pass is None or self._chosen is None:
             return weights
         return self.route_pass.weigh(self.layer, self._chosen, weights, scaling_factor)
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------------
-# Names of the routers' metrics: a layer's count for those of all layers, and of its update.
+# Names of the routers' metrics: the metric of a layer also enters the metric of all layers, and the metric of its update.
 
 
 def of_layers(
     name: str, layers: Mapping[int, Metric], update: int, *, each: bool = False, later: bool = False
 ) -> Metrics:
-    """routing/layer_LL/NAME, which counts for routing/NAME and routing/update_U/NAME.
+    """Return metrics routing/layer_LL/NAME, which also enter routing/NAME and routing/update_U/NAME.
 
-    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: for routing/layer_LL/update_U/NAME
-    too. later: for routing/later/NAME too, from the second update on, before which no router has moved.
+    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: also enter
+    routing/layer_LL/update_U/NAME. later: also enter routing/later/NAME, from the second update on (before it no router has
+    changed).
     """
     found: Metrics = {}
     for layer, metric in layers.items():
@@ -201,43 +200,43 @@ def of_layers(
 
 
 def layer_name(layer: int, name: str) -> str:
-    """Name of a metric of one layer."""
+    """Return the name of a metric of one layer."""
     return f"routing/layer_{layer:02}/{name}"
 
 
 def per_token(total: Value, tokens: Value) -> Metric:
-    """A mean over tokens, of which there may be none."""
+    """Return a metric that is a mean over tokens; null if there are no tokens."""
     return derived(share, total, tokens)
 
 
 def share(part: float, whole: float) -> float | None:
-    """A sum as a share of another, which may be 0."""
+    """Return part / whole; None if whole is 0."""
     return part / whole if whole else None
 
 
 # -- router losses -------------------------------------------------------------------------------------------------------
-# The tokens that this process's routers balance in one pass of a micro-batch, and what the losses of the routers were.
+# The tokens over which the routers of this process are balanced in one pass of a micro-batch, and the router losses.
 
 
 @dataclass
 class RouterLosses:
-    """One micro-batch's. Padding is routed too, as its neighbors are, and is left out of losses and loads."""
+    """Router losses of one micro-batch. Padding is routed too, but left out of losses and loads."""
 
     real: Tensor
-    """[T] bool: the tokens of this process's routers that are no padding."""
+    """[T] bool: True for the tokens of this process's routers that are not padding."""
     weight: float
-    """Factor of a sum over tokens in the backward, beside the objective's sum."""
+    """Factor of a sum over tokens in the backward, relative to the sum of the objective."""
     _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """Sum of the terms of these tokens, by name and model layer."""
+    """Sum of the terms over these tokens, by name and model layer."""
 
     def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
-        """Sum of the terms [T] of tokens that are no padding, of a layer from 0. Recomputation sees them again."""
+        """Return the sum of the terms [T] without padding, and store it. layer: from 0. Recomputation stores it again."""
         total = (terms * self.real).sum()
         self._sums.setdefault(name, {})[layer] = total.detach()
         return total
 
     def metrics(self, update: int) -> Metrics:
-        """Mean over tokens of each loss by layer; update: number in the rollout batch, from 1."""
+        """Return the mean over tokens of each loss, by layer. update: number in the rollout batch, from 1."""
         found: Metrics = {}
         tokens = self.real.sum()
         for name, layers in self._sums.items():

@@ -1,4 +1,4 @@
-"""Prediction of routes: what predictors add where routes are recorded, and what they learn from in the updates after."""
+"""Route prediction: predictors add a bias while routes are recorded, and learn in the updates that follow."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from megatron_rl.routing.table import Features, RouteTable, route_dtype
 
 
 class PredictRoutes(RouteObserver):
-    """Adds the predictors' bias to the logits that choose experts, and keeps what predictors saw of the cached tokens.
+    """Adds the predictors' bias to the logits that choose experts, and stores the predictors' inputs for cached tokens.
 
-    Where the engine has chosen already, with its predictors, nothing is added: weights are the router's alone.
+    If the engine has already chosen the experts, with its own predictors, the trainer adds nothing to its logits.
     """
 
     def __init__(self, table: RouteTable, *, chosen_by_engine: bool, learns: bool, horizon: float) -> None:
-        """learns: an update of this micro-batch will, from router inputs that are then stored. horizon: the bias's factor."""
+        """learns: store router inputs, because an update will train the predictors. horizon: factor of the bias."""
         self.table, self.chosen_by_engine, self.learns, self.horizon = table, chosen_by_engine, learns, horizon
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Keep the features, and add the bias where the trainer chooses."""
+        """Store the features, and add the bias if the trainer chooses the experts."""
         table = self.table
         assert router.predictor is not None
         bias = self.horizon * router.predictor(hidden)
-        features = table.features.get(layer)  # those of the engine
+        features = table.features.get(layer)  # from the engine
         own = features is None
         if features is None:
             features = table.features[layer] = Features(None, logits[table.cached], None)
         features.bias = bias[table.cached] if features.hidden is None else router.predictor(features.hidden)
-        if own and self.learns:  # hidden states of this pass do not belong to logits of the engine
+        if own and self.learns:  # the engine's logits do not belong to the hidden states of this pass
             features.hidden = hidden[table.cached]
-        # What the engine would choose here: it predicts where its routes are replayed.
+        # The choice that the engine would make here: if its routes are replayed, it predicts too.
         table.left(Foreseen)[layer] = router.choice(logits + bias if self.chosen_by_engine else logits)
         return logits if self.chosen_by_engine else logits + bias
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Keep what would have been chosen without prediction."""
+        """Store the choice that would have been made without prediction."""
         foreseen = self.table.left(Foreseen).pop(layer)
         if not self.chosen_by_engine:
             self.table.left(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
 
 
 class PredictorGradients(RouteObserver):
-    """Sums the gradient of the predictors' loss over the cached tokens, from the routers as they are in this update."""
+    """Sums the gradient of the predictors' loss over the cached tokens, with the current routers of this update."""
 
     def __init__(
         self, table: RouteTable, loss: PredictorLoss, update: int, sums: dict[int, Tensor], horizon: float
     ) -> None:
-        """sums: [E, d] by layer, to which it adds: one dictionary for all micro-batches. horizon: factor of the bias."""
+        """sums: layer -> [E, d], one dictionary for all micro-batches, to which gradients are added. horizon: of the bias."""
         self.table, self.loss, self.update = table, delta_loss if loss == "delta" else predictive_loss, update
         self.sums, self.horizon = sums, horizon
         self._losses: dict[int, Tensor] = {}
@@ -64,7 +64,7 @@ class PredictorGradients(RouteObserver):
         assert router.predictor is not None
         current = logits.detach()[self.table.cached]
         with torch.enable_grad():
-            # Not the parameter itself, which must never have a gradient: it would be the policy's.
+            # A copy, because a gradient of the parameter itself would count as a gradient of the policy.
             weight = router.predictor.weight.detach().requires_grad_()
             bias = self.horizon * predicted_bias(features.hidden, weight)
             loss = self.loss(current, features.logits, bias, score_function=router.score_function) * len(current)
@@ -74,7 +74,7 @@ class PredictorGradients(RouteObserver):
         return logits
 
     def tokens(self, layer: int) -> int:
-        """Behind what it added to a layer's."""
+        """Return the number of tokens whose gradient was added for a layer."""
         return len(self.table.features[layer].logits) if layer in self._losses else 0
 
     def metrics(self) -> Metrics:

@@ -1,4 +1,4 @@
-"""The evolution predictor of Pr2: a linear map beside each router that learns where the router will go."""
+"""Evolution predictor of Pr2: a linear map for each router that learns how the router will change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from megatron_rl.routing.table import route_kl
 
 PredictorLoss = Literal["kl", "delta"]
+"""Loss of the predictors: `predictive_loss` (kl) or `delta_loss` (delta)."""
 
 
 class RoutePredictor(nn.Module):
-    """Bias for router logits from the router's input, `[..., d]` -> `[..., E]` fp32; zero at the start (Pr2, Section 4.1).
+    """Bias of router logits computed from the router input, `[..., d]` -> `[..., E]` fp32; initially zero (Pr2, Section 4.1).
 
-    Its weight `[E, d]` is fp32 whatever the model's dtype: it changes by less than bf16 resolves.
+    The weight `[E, d]` is fp32 for every dtype of the model, because its changes are smaller than the resolution of bf16.
     """
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
@@ -23,21 +24,22 @@ class RoutePredictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the bias of router inputs `[..., d]`, `[..., E]`."""
+        """Return the bias `[..., E]` for router inputs `[..., d]`."""
         return predicted_bias(hidden, self.weight)
 
 
 def predicted_bias(hidden: Tensor, weight: Tensor) -> Tensor:
-    """W_p h in fp32: hidden `[..., d]`, weight `[E, d]` -> `[..., E]`."""
+    """Return W_p h in fp32: hidden `[..., d]`, weight `[E, d]` -> `[..., E]`."""
     return nn.functional.linear(hidden.to(weight.dtype), weight)
 
 
 def relative_horizon(update: int, updates: int) -> float:
-    """How far the mini-batch of an update looks ahead, as a multiple of the mean over the updates of its rollout batch.
+    """Return the factor of the bias for one update: the number of updates before it, relative to the mean number.
 
-    update: from 0, so that many updates move the router before it; updates: of the rollout batch, at least 2, of mean
-    (updates - 1) / 2. Ours; the paper's bias is one for all. Relative, so that a predictor stands for the same drift with and
-    without, and its learning rate for the same number of rollout batches, whatever their number of updates.
+    update: from 0, which is the number of updates that change the router before this one; updates: number of updates per
+    rollout batch, at least 2, so that the mean of `update` is (updates - 1) / 2. The paper uses the same bias for all
+    updates. The factor is relative for two reasons: a predictor learns the same drift with and without it, and the learning
+    rate has the same effect per rollout batch for any number of updates.
     """
     return 2 * update / (updates - 1)
 
@@ -45,9 +47,10 @@ def relative_horizon(update: int, updates: int) -> float:
 def predictive_loss(
     current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
 ) -> Tensor:
-    """Mean over tokens of KL(stopgrad(rho) || rho_hat), rho_hat of stopgrad(z_old) + bias (Pr2, Eq. 8, one layer).
+    """Return the mean over tokens of KL(stopgrad(rho) || rho_hat), with rho_hat from stopgrad(z_old) + bias.
 
-    current_logits, recorded_logits, predicted_bias: `[T, E]`. Gradients reach predicted_bias alone.
+    Source: Pr2, Eq. 8, one layer. current_logits, recorded_logits, predicted_bias: `[T, E]`. Only predicted_bias gets a
+    gradient.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     return route_kl(current_logits.detach(), recorded_logits.detach() + predicted_bias, score_function).mean()
@@ -56,9 +59,10 @@ def predictive_loss(
 def delta_loss(
     current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
 ) -> Tensor:
-    """Mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
+    """Return the mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
 
-    For softmax both are centered over the experts, since it does not see a common shift; sigmoid scores do.
+    For softmax the difference is centered over the experts, because a common shift of all logits does not change the softmax.
+    Sigmoid scores do change, so they are not centered.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     error = predicted_bias - (current_logits - recorded_logits).detach()
@@ -70,4 +74,4 @@ def delta_loss(
 def _check(*tensors: Tensor) -> None:
     shapes = [tuple(t.shape) for t in tensors]
     if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise ValueError(f"router logits of shapes {shapes}: current, recorded and bias are all [T, E]")
+        raise ValueError(f"router logits of shapes {shapes}: current, recorded and bias must all be [T, E]")

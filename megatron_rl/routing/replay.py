@@ -1,4 +1,4 @@
-"""Which routes hold: recorded by the trainer, or sent along by the engine, and replayed in the passes that follow."""
+"""Route replay: the trainer's recorded routes, or the routes that the engine sent, are used again in later passes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from megatron_rl.routing.passes import RouteObserver, Router, of_layers, share
 from megatron_rl.routing.table import Features, RouteTable, has_route, route_dtype, routing_log_probs
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
+"""Source of the replayed routes, as in `routing.source`."""
 
 
 def reference_routes(table: RouteTable, source: RouteSource, layer: int) -> Tensor | None:
-    """[T, k] ids that updates replay, or in free routing are compared with; None where there are none."""
+    """Return the ids [T, k] that updates replay (in free routing: that metrics compare with); None if there are none."""
     return table.engine_route(layer) if source in FROM_ENGINE else table.recorded.get(layer)
 
 
 class ReplayRoutes(RouteObserver):
-    """Sends tokens to the experts that `source` says."""
+    """Sends tokens to the experts of the route source."""
 
     def __init__(self, table: RouteTable, source: RouteSource) -> None:
         self.table = table
@@ -42,37 +43,38 @@ class ReplayGates(ReplayRoutes):
 
 
 def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tuple[Tensor, Tensor]:
-    """Replayed experts [T, k] without those that the router hardly gives anything, and which of them these are [T, k] bool.
+    """Replace replayed experts to which the router gives very little, and return routes [T, k] and the replaced slots (bool).
 
-    An expert is given up where its probability is less than `below` times that of the least likely of the router's own
-    choice `own` [T, k]. The likeliest own experts that the token does not have yet take the places, so that it keeps k
-    different ones. log_probs: [T, E] of the router. As in prime-rl (pull request 2703), whose ratio is of the same scores.
+    An expert is given up if its probability is below `below` times the smallest probability among the router's own choice
+    `own` [T, k]. It is replaced by the likeliest own expert that the token does not have yet, so that the token keeps k
+    different experts. log_probs: [T, E] of the router. This follows prime-rl (pull request 2703), which uses the same ratio.
     """
     replayed, of_own = log_probs.gather(1, routes), log_probs.gather(1, own)
     lost = replayed < of_own.amin(1, keepdim=True) + math.log(below)
     kept = torch.where(lost, -1, routes)
     own = own.gather(1, of_own.sort(dim=1, descending=True, stable=True).indices)
     had = (own[:, :, None] == kept[:, None, :]).any(-1)
-    free = own.gather(1, had.int().sort(dim=1, stable=True).indices)  # those that it lacks first, the likeliest before
+    free = own.gather(1, had.int().sort(dim=1, stable=True).indices)  # missing experts first, likeliest first
     places = (lost.cumsum(1) - 1).clamp(min=0)
     return torch.where(lost, free.gather(1, places), routes), lost
 
 
 class ReplayLikely(RouteObserver):
-    """Replays through another observer, and gives up the engine's experts that the router hardly gives anything.
+    """Replays the routes of another observer, without engine experts to which the router gives very little (`give_up`).
 
-    A token of which an expert is given up in a layer has the router's own weights there: the engine's are of another set.
+    If an expert of a token is given up in a layer, the token uses the router's own weights in this layer, because the engine's
+    weights belong to another set of experts.
     """
 
     def __init__(self, replayed: ReplayRoutes, below: float, update: int) -> None:
-        """below: share of the least likely own choice's probability, above 0 (`give_up`). update: from 1, for the metric."""
+        """below: fraction of the smallest own probability, above 0 (see `give_up`). update: from 1, for the metric."""
         self.replayed, self.below, self.update = replayed, below, update
         self._routes: dict[int, Tensor] = {}
-        """[T, k] by layer, as it was decided at first: recomputation must not decide again."""
+        """Layer -> [T, k] ids, as decided in the first forward: recomputation must not decide again."""
         self._whole: dict[int, Tensor] = {}
-        """[T] bool by layer: no expert was given up."""
+        """Layer -> [T] bool: True if no expert of the token was given up."""
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        """Layer -> experts of counted tokens that were given up, and all that the engine chose for them."""
+        """Layer -> number of experts of counted tokens that were given up, and number that the engine chose."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Decide which experts are given up."""
@@ -90,7 +92,7 @@ class ReplayLikely(RouteObserver):
         return logits
 
     def replay(self, layer: int) -> Tensor | None:
-        """Return the routes with what stands in for the experts that were given up."""
+        """Return the routes, with replacements for the experts that were given up."""
         return self._routes.get(layer)
 
     def gates(self, layer: int) -> Tensor | None:
@@ -104,23 +106,23 @@ class ReplayLikely(RouteObserver):
 
 
 class RecordRoutes(RouteObserver):
-    """Keeps the experts of all tokens."""
+    """Stores the experts of all tokens."""
 
     def __init__(self, table: RouteTable) -> None:
         self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Keep the chosen experts."""
+        """Store the chosen experts."""
         self.table.recorded[layer] = chosen.to(route_dtype(self.table.shape.experts))
 
 
 class RecordLogits(RouteObserver):
-    """Keeps the logits of the cached tokens, from which later passes tell how far a router has moved."""
+    """Stores the logits of the cached tokens, so that later passes can measure how far a router has moved."""
 
     def __init__(self, table: RouteTable) -> None:
         self.table = table
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Keep the logits of the cached tokens."""
+        """Store the logits of the cached tokens."""
         self.table.features[layer] = Features(None, logits[self.table.cached], None)
         return logits

@@ -1,4 +1,4 @@
-"""Tables of expert ids as they travel: one byte an id (two from 256 experts on), and a sentinel for "no route"."""
+"""Tables of expert ids: one byte per id (two bytes from 256 experts on), with a sentinel for "no route"."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from megatron_rl.ops.device import upload
 
 NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
-"""Sentinel by dtype; a token without a route has it in all its slots."""
+"""Sentinel by dtype. A token without a route has the sentinel in all its slots."""
 
 
 def route_dtype(experts: int) -> torch.dtype:
-    """uint8 while 255 is free to be the sentinel (ids 0..254), int16 above."""
+    """Return uint8 if 255 is free for the sentinel (ids 0..254), else int16."""
     return torch.uint8 if experts <= 255 else torch.int16
 
 
 def has_route(routes: torch.Tensor) -> torch.Tensor:
-    """`[..., k]` ids -> `[...]` bool."""
+    """Return `[...]` bool: True for tokens that have a route, from ids `[..., k]`."""
     return routes[..., 0] != NO_ROUTE[routes.dtype]
 
 
@@ -31,25 +31,24 @@ class RouteShape:
     """Shape of a model's routes."""
 
     moe_layers: tuple[int, ...]
-    """Model layers (from 0) that have experts: the columns of a table."""
+    """Model layers (from 0) that have experts, in the order of a table's columns."""
     experts: int
+    """Number of experts per layer."""
     topk: int
+    """Number of experts per token."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of a table's expert ids."""
+        """Dtype of a table's expert ids."""
         return np.dtype(np.uint8 if route_dtype(self.experts) == torch.uint8 else np.int16)
 
     def empty(self, tokens: int) -> np.ndarray:
-        """[tokens, moe_layers, topk] of sentinels."""
+        """Return a table [tokens, moe_layers, topk] of sentinels."""
         sentinel = NO_ROUTE[route_dtype(self.experts)]
         return np.full((tokens, len(self.moe_layers), self.topk), sentinel, self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int) -> None:
-        """Check that [tokens, moe_layers, topk] ids can be replayed in this model.
-
-        Errors: ValueError saying why not.
-        """
+        """Check that the model can replay ids [tokens, moe_layers, topk]. Errors: ValueError with the reason."""
         wanted = (tokens, len(self.moe_layers), self.topk)
         if routes.shape != wanted:
             names = ("input tokens", "MoE layers", "experts a token")
@@ -59,10 +58,10 @@ class RouteShape:
             )
             raise ValueError(f"routes have {found} {name}, the model wants {expected}")
         if routes.dtype != self.dtype:
-            raise ValueError(f"routes are {routes.dtype}, those of {self.experts} experts are {self.dtype}")
+            raise ValueError(f"routes are {routes.dtype}, but {self.experts} experts need {self.dtype}")
         missing = routes == NO_ROUTE[route_dtype(self.experts)]
         if (missing.any(-1) != missing.all(-1)).any():
-            raise ValueError("routes have a token with a part of its experts alone")
+            raise ValueError("routes have a token with only a part of its experts")
         wrong = ~missing & ((routes < 0) | (routes >= self.experts))
         if wrong.any():
             raise ValueError(f"routes name expert {routes[wrong][0]}, the model has {self.experts}")
@@ -71,21 +70,21 @@ class RouteShape:
 
 
 def names_one_twice(routes: np.ndarray) -> bool:
-    """True if a row of [..., k] ids has one of them twice."""
-    # Columns are compared in pairs: for a handful of them a tenth of the time of sorting each row.
+    """Return True if any row of ids [..., k] contains an id twice."""
+    # Comparing pairs of columns takes a tenth of the time of sorting each row, if there are few columns.
     columns = np.ascontiguousarray(routes.reshape(-1, routes.shape[-1]).T)
     return any((one == other).any() for one, other in combinations(columns, 2))
 
 
 def evenly_spaced(count: int, budget: int) -> np.ndarray:
-    """At most `budget` of the positions 0..count-1, evenly spaced from the first to the last (Pr2, Appendix E.1)."""
+    """Return at most `budget` of the positions 0..count-1, evenly spaced from first to last (Pr2, Appendix E.1)."""
     if count <= budget:
         return np.arange(count)
     return np.linspace(0, count - 1, budget).round().astype(np.int64)
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------
-# What the routers of one process know of a micro-batch: what was packed with it, and what one pass leaves for later ones.
+# Data of a micro-batch for the routers of one process: what was packed with it, and what one pass stores for later passes.
 
 
 Kind = TypeVar("Kind")
@@ -93,14 +92,14 @@ Kind = TypeVar("Kind")
 
 @dataclass
 class Features:
-    """Inputs and logits that one router saw for C cached tokens when routes were recorded."""
+    """Inputs and logits of one router for C cached tokens, at the time when routes were recorded."""
 
     hidden: Tensor | None
-    """[C, d] router input, where a predictor learns from it."""
+    """[C, d] router input, if a predictor learns from it."""
     logits: Tensor
-    """[C, E] fp32, without the predictor's bias."""
+    """[C, E] fp32 router logits, without the predictor's bias."""
     bias: Tensor | None
-    """[C, E] fp32: the predictor's at that time."""
+    """[C, E] fp32 bias of the predictor at that time."""
 
     def to(self, device: torch.device) -> Features:
         """Move the features to a device."""
@@ -109,142 +108,145 @@ class Features:
 
     @property
     def predicted(self) -> Tensor:
-        """[C, E]: logits of the distribution that the recorded routes stand for."""
+        """Router logits [C, E] including the bias: they define the distribution of the recorded routes."""
         return self.logits if self.bias is None else self.logits + self.bias
 
 
 @dataclass
 class RouteTable:
-    """Routes and features of one micro-batch: the T tokens that reach this process's routers, in their order."""
+    """Routes and features of one micro-batch, for the T tokens that reach this process's routers, in their order."""
 
     shape: RouteShape
+    """Shape of the model's routes."""
     counted: Tensor
-    """[T] bool: tokens that metrics count, those whose prediction is in the loss."""
+    """[T] bool: tokens included in metrics, that is, tokens whose prediction is in the loss."""
     cached: Tensor
     """[C] int64: rows whose features are stored."""
     engine: Tensor | None = None
-    """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
+    """[T, moe_layers, k] expert ids of the rollout engine, with sentinels for tokens without a route."""
     gates: Tensor | None = None
-    """[T, moe_layers, k] fp32: the weights that the engine gave them, 0 in all slots where they are not known."""
+    """[T, moe_layers, k] fp32 weights that the engine gave its experts; 0 in all slots of a token if they are not known."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
-    """[T, k] ids by model layer, from the trainer's own recording pass."""
+    """Model layer -> [T, k] ids from the trainer's own recording pass."""
     features: dict[int, Features] = field(default_factory=dict)
+    """Features of the cached tokens by model layer."""
     counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
-    """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
+    """[M] int64: rows of the counted tokens. Stored, because computing them on a GPU would wait for the device."""
     _left: dict[type, Any] = field(default_factory=dict)
     _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
-    """Cache of `evenly_spaced` by budget: every layer asks."""
+    """Cache of `evenly_spaced` by budget, because every layer calls it."""
 
     def to(self, device: torch.device) -> RouteTable:
-        """The same on `device`, to be called before the first pass."""
+        """Copy to `device`. Call it before the first pass."""
         moved = {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         features = {layer: features.to(device) for layer, features in self.features.items()}
         return replace(self, **moved, features=features)
 
     def left(self, kind: type[Kind]) -> Kind:
-        """Object of a class of their own that observers leave here for later passes: empty at first."""
+        """Return the object of class `kind` in which observers store data for later passes; it is created on first use."""
         return self._left.setdefault(kind, kind())
 
     def evenly_spaced(self, budget: int) -> Tensor:
-        """[C] int64: at most `budget` of the counted rows, evenly spaced."""
+        """Return at most `budget` of the counted rows, evenly spaced: int64."""
         if budget not in self._evenly_spaced:
             places = torch.from_numpy(evenly_spaced(len(self.counted_rows), budget))
             self._evenly_spaced[budget] = self.counted_rows[upload(places, self.counted_rows.device)]
         return self._evenly_spaced[budget]
 
     def engine_route(self, layer: int) -> Tensor | None:
-        """[T, k] ids of the engine for a model layer."""
+        """Return the engine's ids [T, k] for a model layer, or None."""
         return None if self.engine is None else self.engine[:, self.shape.moe_layers.index(layer)]
 
     def engine_gates(self, layer: int) -> Tensor | None:
-        """[T, k] fp32 weights of the engine's experts in a model layer."""
+        """Return the fp32 weights [T, k] of the engine's experts in a model layer, or None."""
         return None if self.gates is None else self.gates[:, self.shape.moe_layers.index(layer)]
 
     def counted_with_route(self, routes: Tensor) -> Tensor:
-        """[T] bool: counted tokens for which routes [T, k] have any."""
+        """Return [T] bool: True for counted tokens that have a route in `routes` [T, k]."""
         return self.counted & has_route(routes)
 
 
 # -- agreement -----------------------------------------------------------------------------------------------------------
-# How far two routes of the same tokens are apart: sets of experts, and distributions over them.
+# Distance between two routes of the same tokens: between sets of experts, and between distributions over experts.
 
 
 def deviations(a: Tensor, b: Tensor) -> Tensor:
-    """Slots of each token in which two sets of k experts differ: `[T, k]`, `[T, k]` -> `[T]` int64 in 0..k.
+    """Return the number of slots in which two sets of k experts differ: `[T, k]`, `[T, k]` -> `[T]` int64 in 0..k.
 
-    The order within a set does not matter; a set names no expert twice. Errors: ValueError for different shapes.
+    The order within a set does not matter; a set must not contain an expert twice. Errors: ValueError if shapes differ.
     """
     if a.shape != b.shape or a.dim() != 2:
-        raise ValueError(f"routes of shapes {tuple(a.shape)} and {tuple(b.shape)}: two [T, k] are compared")
+        raise ValueError(f"routes of shapes {tuple(a.shape)} and {tuple(b.shape)}: both must be the same [T, k]")
     found = (a.long()[:, :, None] == b.long()[:, None, :]).any(-1)
     return (~found).sum(-1)
 
 
 def topk_agreement(a: Tensor, b: Tensor) -> Tensor:
-    """Mean over tokens of |A and B| / k, a scalar in 0..1 (Pr2, Section 5.4). a, b: `[T, k]` expert ids, any order."""
+    """Return the mean over tokens of |A and B| / k, in 0..1 (Pr2, Section 5.4). a, b: `[T, k]` expert ids in any order."""
     return 1 - deviations(a, b).double().mean() / a.shape[1]
 
 
 def deviation_counts(a: Tensor, b: Tensor, counted: Tensor) -> Tensor:
-    """`[k + 1]` int64: tokens whose sets differ in 0, 1, ..., k slots, of those that `counted` `[T]` bool names.
+    """Return `[k + 1]` int64: number of counted tokens whose sets differ in 0, 1, ..., k slots. counted: `[T]` bool.
 
-    Without a step that would wait for a GPU, as choosing rows or torch.bincount would.
+    No operation waits for a GPU; selecting rows or torch.bincount would wait.
     """
     counts = counted.new_zeros(a.shape[1] + 1, dtype=torch.int64)
     return counts.index_add_(0, deviations(a, b), counted.long())
 
 
 def routing_log_probs(logits: Tensor, score_function: str = "softmax") -> Tensor:
-    """The distribution over experts behind router logits, `[..., E]` -> `[..., E]` fp32 (fp64 stays), as logarithms.
+    """Return the log of the router's distribution over experts: logits `[..., E]` -> `[..., E]` fp32 (fp64 for fp64).
 
-    softmax: log-softmax, whether the model takes its top-k before or after it. sigmoid (DeepSeek-V3): the scores over
-    their sum, which is how the model weights its experts; its bias for selection belongs to no distribution.
+    softmax: log-softmax, whether the model takes its top-k before or after the softmax. sigmoid (DeepSeek-V3): the scores
+    divided by their sum, as the model weights its experts; the bias for the selection is not part of the distribution.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "sigmoid":
         logits = torch.nn.functional.logsigmoid(logits)
     elif score_function != "softmax":
-        raise ValueError(f"score_function = {score_function!r}: softmax or sigmoid")
+        raise ValueError(f"score_function = {score_function!r}: must be softmax or sigmoid")
     return logits.log_softmax(-1)
 
 
 def route_kl(current: Tensor, recorded: Tensor, score_function: str = "softmax") -> Tensor:
-    """KL(current || recorded) of each token, `[T]` in nats; both `[T, E]` router logits."""
+    """Return KL(current || recorded) of each token, `[T]` in nats. Both arguments are `[T, E]` router logits."""
     return kl_divergence(*(routing_log_probs(z, score_function) for z in (current, recorded)))
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) over the last dimension, in nats."""
+    """Return KL(p || q) over the last dimension, in nats."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Half the sum of |p - q| over the last dimension: the soft router staleness of Pr2, Appendix B.2."""
+    """Return half the sum of |p - q| over the last dimension: the soft router staleness of Pr2, Appendix B.2."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
 # -- cost ----------------------------------------------------------------------------------------------------------------
-# What replay and prediction cost in memory and work, by arithmetic.
+# Memory and work of replay and prediction, computed from shapes.
 
 
 class CacheCost(NamedTuple):
     """Cost of Pr2 for one response, as in Table 3 of the paper."""
 
     index_bytes: int
-    """Replayed expert ids of all tokens."""
+    """Bytes of the replayed expert ids of all tokens."""
     feature_bytes: int
-    """Bytes that the predictors learn from: router input (bf16) and logits (fp32) of the cached tokens."""
+    """Bytes of the predictors' training data: router inputs (bf16) and logits (fp32) of the cached tokens."""
     flops_per_token: int
-    """Operations of the predictors on a token while routes are recorded."""
+    """Floating-point operations of the predictors per token, while routes are recorded."""
 
 
 def cache_cost(
     layers: int, hidden: int, experts: int, topk: int, tokens: int, cached_tokens: int, *, index_bytes: int = 4
 ) -> CacheCost:
-    """Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E a token.
+    """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E per token.
 
-    layers: those with experts. tokens, cached_tokens: of one response. index_bytes: b of one expert id; the paper's are
-    int32, ours are 1 (2 from 256 experts on). Errors: ValueError for a size below 1, or more cached tokens than tokens.
+    layers: number of layers with experts. tokens, cached_tokens: of one response. index_bytes: b, bytes of one expert id: 4 in
+    the paper (int32), 1 in this package (2 from 256 experts on). Errors: ValueError if a size is below 1, if topk is above
+    experts, or if there are more cached tokens than tokens.
     """
     sizes = {"layers": layers, "hidden": hidden, "experts": experts, "topk": topk, "tokens": tokens}
     for name, size in {**sizes, "cached_tokens": cached_tokens, "index_bytes": index_bytes}.items():

@@ -1,4 +1,4 @@
-"""The experts of each MoE layer as this process has them, the groups that share them, and their prototypes."""
+"""Experts of each MoE layer on this process, the process groups that share them, and their prototypes."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from megatron_rl.routing.table import RouteTable, routing_log_probs
 
 @dataclass
 class ExpertLayer:
-    """One MoE layer's experts as this process has them."""
+    """Experts of one MoE layer on this process."""
 
     router: ReplayRouter
     slices: dict[str, list[ExpertSlice]]
-    """This rank's experts, by parameter."""
+    """Experts of this rank, by parameter name."""
     experts: int
-    """Number of experts of a layer on all ranks, N."""
+    """Number of experts of the layer on all ranks, N."""
     mine: slice
-    """Which of them are this rank's."""
+    """Range of this rank's experts."""
     start: Tensor
-    """[D_out]: where the power iteration starts, the same for all experts and on all ranks."""
+    """[D_out]: start vector of the power iteration, the same for all experts and on all ranks."""
 
     @property
     def outputs(self) -> list[ExpertSlice]:
-        """Output projections, [D_out, D_in / expert_tensor] each."""
+        """Output projections of this rank's experts, each [D_out, D_in / expert_tensor]."""
         return self.slices[OUTPUT]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Which partial sums go between expert-parallel ranks."""
+    """Plan of the partial sums that expert-parallel ranks exchange."""
 
     mine: slice
-    """This rank's experts."""
+    """Range of this rank's experts."""
     sent: Tensor
-    """Experts of other ranks that take of this rank's, rank by rank."""
+    """Experts of other ranks whose sums include experts of this rank, rank by rank."""
     places: Tensor
-    """This rank's experts, from 0, that take of other ranks', rank by rank."""
+    """Experts of this rank (from 0) whose sums include experts of other ranks, rank by rank."""
     sends: list[int]
-    """Rows to each rank."""
+    """Number of rows sent to each rank."""
     receives: list[int]
-    """Rows from each rank."""
+    """Number of rows received from each rank."""
     anything: bool
-    """True if anything goes between any two ranks."""
+    """True if any two ranks exchange anything."""
 
 
 class Experts:
-    """Experts of a model's chunks."""
+    """All MoE layers of a model's chunks on this process."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], power_iterations: int) -> None:
         self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
@@ -68,11 +68,12 @@ class Experts:
         self.slice_group = process_group(parallel_state.get_expert_tensor_parallel_group())
         self.replica_group = process_group(parallel_state.get_expert_data_parallel_group())
         self.token_group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
+        """Ranks that hold different tokens: data, context and (with sequence parallelism) tensor ranks. Expert-parallel ranks
+        are data ranks too."""
         self._prototypes: dict[int, Tensor] = {}
 
     def prototypes(self, number: int) -> Tensor:
-        """[N, D_out] of a layer's weights as they are, the same on all processes that have the layer. Collective."""
+        """Return the prototypes [N, D_out] of a layer's current weights, the same on all its processes. Collective."""
         if number not in self._prototypes:
             layer = self.layers[number]
             weights = self.output_weights(layer.outputs)
@@ -81,28 +82,28 @@ class Experts:
         return self._prototypes[number]
 
     def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor, steps: int) -> Tensor:
-        """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out], iterated from `start` [n, D_out].
+        """Return the prototypes [N, D_out] after `steps` power iterations from `start` [n, D_out]. Collective.
 
-        Collective.
+        weights: [n, D_in, D_out], output projections of this rank's experts.
         """
         mine = stein.prototypes(weights, steps, start, all_reduce=self.over_slices)
         return self.gather(mine)
 
     def output_weights(self, outputs: list[ExpertSlice]) -> Tensor:
-        """[n, D_in, D_out] fp32."""
+        """Return the output projections as one tensor [n, D_in, D_out] fp32."""
         return stacked([output.data for output in outputs]).transpose(1, 2)
 
     def weights_changed(self) -> None:
-        """After an optimizer step."""
+        """Discard the cached prototypes. Call it after an optimizer step."""
         self._prototypes = {}
 
     def exchange(self, taken: Tensor, mine: slice) -> Exchange:
-        """Plan of what goes between expert-parallel ranks for sums over experts.
+        """Plan the exchange between expert-parallel ranks for sums over experts.
 
-        taken: [N, N] bool, expert i takes of expert j.
+        taken: [N, N] bool, True if the sum of expert i includes expert j.
         """
         ranks, me = self.expert_group.size(), self.expert_group.rank()
-        # By rank and place of i, and rank of j.
+        # Dimensions: rank of i, place of i on its rank, rank of j.
         crossing = taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()
         crossing[range(ranks), :, range(ranks)] = False
         sent, received = crossing[:, :, me], crossing[me].t()  # [rank, place]
@@ -116,9 +117,10 @@ class Experts:
         )
 
     def mix(self, own: Tensor, mixing: Tensor, exchange: Exchange) -> Tensor:
-        """Rows of mixing [N, N] times all experts' [N, C], of which each rank has its `own` [n, C] -> [n, C]. Collective.
+        """Return this rank's rows of mixing [N, N] times the rows of all experts [N, C]: [n, C]. Collective.
 
-        Between ranks go the partial sums that are not empty, a row for each expert that takes anything of another rank's.
+        own: [n, C], rows of this rank's experts. Ranks exchange only non-empty partial sums: one row for each expert whose sum
+        includes an expert of another rank.
         """
         mine = exchange.mine
         mixed = mixing[mine, mine] @ own
@@ -130,7 +132,7 @@ class Experts:
         return mixed.index_add_(0, exchange.places, received)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """[n, ...] of each expert-parallel rank -> [N, ...]."""
+        """Gather [n, ...] of each expert-parallel rank -> [N, ...]."""
         ranks = self.expert_group.size()
         if ranks == 1:
             return mine
@@ -139,7 +141,7 @@ class Experts:
         return torch.cat(parts)
 
     def over_slices(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that hold the other slices, in place."""
+        """Sum a tensor in place over the ranks that hold the other slices of the same experts."""
         if self.slice_group.size() > 1:
             dist.all_reduce(tensor, group=self.slice_group)
         return tensor
@@ -157,7 +159,7 @@ def _expert_layer(number: int, layer: MoELayer) -> ExpertLayer:
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """[n, ...] in fp32, with no other copy on the way."""
+    """Stack matrices to [n, ...] in fp32, without an intermediate copy."""
     result = torch.empty(len(matrices), *matrices[0].shape, device=matrices[0].device)
     for place, matrix in zip(result, matrices, strict=True):
         place.copy_(matrix)
@@ -165,22 +167,22 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 
 # -- coactivation --------------------------------------------------------------------------------------------------------
-# Counts which experts are active, and which are together.
+# Counts of active experts, and of experts that are active on the same token.
 
 
 class Coactivation(dict[int, Tensor]):
-    """[E, E] sums by layer over the counted tokens: of 1 where two experts are both active, or of their shares' product."""
+    """Layer -> [E, E] sums over the counted tokens: 1 if two experts are both active, or the product of their shares."""
 
 
 class CountCoactivation(RouteObserver):
-    """Counts in the first pass of a micro-batch."""
+    """Counts co-activation in the first pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, *, soft: bool = False) -> None:
-        """soft: an expert is active to the degree of its share in the router's distribution over all experts."""
+        """soft: use each expert's share in the router's distribution over all experts, instead of active (1) or not (0)."""
         self.table, self.soft = table, soft
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Add up the shares of the counted tokens."""
+        """Add the products of shares over the counted tokens."""
         found = self.table.left(Coactivation)
         if self.soft and layer not in found:
             shares = routing_log_probs(logits.detach(), router.score_function).exp()
@@ -195,11 +197,11 @@ class CountCoactivation(RouteObserver):
 
 
 class Active(dict[int, Tensor]):
-    """[E] counted tokens of each expert by layer, in the micro-batch's last pass of an update."""
+    """Layer -> [E] counted tokens of each expert, in the micro-batch's last update pass."""
 
 
 class CountActive(RouteObserver):
-    """Counts in the pass of an update, whose experts may be others than those of the first pass."""
+    """Counts active experts in the pass of an update, which may use other experts than the first pass."""
 
     def __init__(self, table: RouteTable) -> None:
         self.table = table

@@ -1,4 +1,4 @@
-"""The loss that keeps the outputs of a token's experts apart."""
+"""Orthogonality loss: a penalty for similar outputs of a token's experts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from megatron_rl.routing.passes import RouteObserver, of_layers, per_token
 from megatron_rl.routing.table import RouteTable
 
 GRADIENT = "orthogonality_gradient"
+"""Name of the metric of the relative gradient norm."""
 
 
 class Orthogonality(RouteObserver):
-    """Adds the loss of the counted tokens to the model's, as a sum over tokens.
+    """Adds the orthogonality loss of the counted tokens to the loss of the model, as a sum over tokens.
 
-    Its gradient is taken where outputs are seen, of some evenly spaced tokens that stand for all: no more than that is stored
-    until the backward.
+    The gradient is computed in the forward, when the outputs are seen, from some evenly spaced tokens that represent all
+    tokens. Only this gradient is stored until the backward.
     """
 
     reads_outputs = True
 
     def __init__(self, table: RouteTable, config: VP2OConfig, update: int) -> None:
-        """At most config.orthogonality_tokens of the micro-batch are looked at."""
+        """config: at most `orthogonality_tokens` tokens of the micro-batch are used."""
         self.table, self.update = table, update
         self.form: OrthogonalityForm = config.orthogonality_form
         self.weight, self.tokens = config.orthogonality, config.orthogonality_tokens
         self._sums: dict[int, Tensor] = {}
         self._squares: dict[int, Tensor] = {}
-        """[2] by layer: of the gradient of the loss at the outputs that are looked at, and of all else's there."""
+        """Layer -> [2] squared gradient norms at the used outputs: of the orthogonality loss, and of all other losses."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Add the gradient of the loss to those of outputs and weights."""
+        """Add the gradient of the loss to the gradients of outputs and weights."""
         tokens = self.table.evenly_spaced(self.tokens)
         share = self.table.counted.sum() / max(len(tokens), 1)
         some = rows[tokens]
@@ -55,7 +56,7 @@ class Orthogonality(RouteObserver):
         return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, more, squares, share)
 
     def metrics(self) -> Metrics:
-        """Return the loss by layer, and the norm of its gradient as a share of all else's at the same outputs."""
+        """Return the loss by layer, and the norm of its gradient relative to all other losses at the same outputs."""
         tokens = len(self.table.counted_rows)
         losses = {layer: per_token(loss, tokens) for layer, loss in self._sums.items()}
         shares = {layer: derived(_root_of_ratio, *squares) for layer, squares in self._squares.items()}
@@ -63,7 +64,7 @@ class Orthogonality(RouteObserver):
 
 
 class _WithGradients(torch.autograd.Function):
-    """Passes outputs on; adds to their gradient, and to that of the weights, another loss's (a sum over tokens)."""
+    """Returns the outputs unchanged; its backward adds the gradient of another loss to outputs and weights."""
 
     @staticmethod
     def forward(
@@ -77,9 +78,10 @@ class _WithGradients(torch.autograd.Function):
         squares: Tensor,
         share: Tensor,
     ) -> Tensor:
-        """Rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k], each for `share` tokens.
+        """Store the gradients to add: of_outputs [C, k, D] at rows [C, k], of_weights [C, k] at tokens [C].
 
-        squares [2]: filled in the backward, with the squared norms of a token's own gradient and of what comes from above.
+        Each of the C tokens represents `share` tokens. squares: [2], filled in the backward with the squared norms of the
+        added gradient per token and of the incoming gradient.
         """
         ctx.save_for_backward(rows, tokens, of_outputs, of_weights, share)
         ctx.shape, ctx.squares = weights.shape, squares

@@ -1,15 +1,15 @@
-"""VP2O in training: expert gradients are replaced by their Stein transform, layer by layer, on any parallel layout.
+"""VP2O in training: replaces expert gradients by their Stein transform, layer by layer, for any parallel layout.
 
-The gradients are all that the backward has left in Megatron's buffers: beside the policy's those of the KL penalty, of the
-entropy and of the orthogonality loss, which attraction mixes alike. (Auxiliary losses reach experts only through the hidden
-states of earlier layers.) To tell them apart would take a backward and a gradient buffer each.
+The transform uses the full gradients in Megatron's buffers after the backward. They contain the policy loss, the KL penalty,
+the entropy and the orthogonality loss, and attraction mixes all of them alike. (Auxiliary losses reach experts only through
+the hidden states of earlier layers.) To separate them, each would need its own backward and gradient buffer.
 
-Attraction is linear in the gradients, so it is applied to each process's own sums before the data-parallel reduction, where
-every process still has all of its experts' gradients (afterwards the distributed optimizer keeps a shard). Repulsion depends on
-weights alone and is added after the reduction, where gradients are means over tokens.
+Attraction is linear in the gradients, so it is applied to each process's own sums before the data-parallel reduction. At this
+point every process still has all gradients of its experts; afterwards the distributed optimizer keeps only a shard. Repulsion
+depends only on weights and is added after the reduction, when gradients are means over tokens.
 
-An expert without a token of the loss in an update stands still, as the paper updates active experts alone (Section 3.1): its
-gradient is dropped, and what the optimizer's momentum and weight decay make of it is undone from a copy.
+An expert without a token in the loss of an update (an idle expert) does not change, because the paper updates only active
+experts (Section 3.1). Its gradient is dropped, and the changes by momentum and weight decay are undone from a copy.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from megatron_rl.vp2o.orthogonality import GRADIENT, Orthogonality
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22
-"""Numbers of one [experts, columns] buffer: 16 MiB."""
+"""Elements of one [experts, columns] buffer (16 MiB in fp32)."""
 DAMPING = 0.01
-"""Damping of the kernel's gradient: what power iterations could not tell apart does not decide where an expert is pushed."""
+"""Damping of the kernel's gradient. Directions that power iterations could not separate then hardly affect the repulsion."""
 ITERATIONS = 32
-"""Most iterations of the damped solve."""
+"""Largest number of iterations of the damped solve."""
 
 
 @dataclass
 class _Interaction:
-    """Who attracts and repels whom in one layer, in one update."""
+    """Attraction and repulsion between the experts of one layer, in one update."""
 
     coactivation: Tensor
     active: Tensor
-    """[N] bool: experts with a token of the loss in this update."""
+    """[N] bool: True for experts with a token in the loss of this update."""
     attract: Tensor
     repel: Tensor
     kernel: Tensor
@@ -62,7 +62,7 @@ class _Interaction:
 
 
 class Stein(UpdateHook):
-    """The transform of one trainer's expert gradients."""
+    """Transforms the expert gradients of one trainer."""
 
     changes_gradients = True
 
@@ -71,15 +71,15 @@ class Stein(UpdateHook):
         self.reads_outputs = bool(config.orthogonality)
         self.experts: Experts
         self.owned: dict[torch.nn.Parameter, slice] | None = None
-        """Which part of each flat parameter's gradient this process reduces (distributed optimizer); None: all."""
+        """Part of each flat parameter's gradient that this process reduces (distributed optimizer); None: all of it."""
         self.clip = 0.0
-        """Norm to which gradients are clipped; 0: they are not."""
+        """Norm to which gradients are clipped; 0: no clipping."""
         self._tables: list[RouteTable] = []
         self._own_tables: list[RouteTable] = []
-        """Route tables of the update itself."""
+        """Route tables of the micro-batches of this update."""
         self._interactions: dict[int, _Interaction] = {}
         self._still: list[tuple[Tensor, Tensor]] = []
-        """Weights that are not to change in the step, and copies of it."""
+        """Tensors that the step must not change, and their copies."""
         self._warned = False
         self._warned_orthogonality = False
 
@@ -91,11 +91,11 @@ class Stein(UpdateHook):
 
     @property
     def interacts(self) -> bool:
-        """True if experts attract or repel at all. Else they are updated as without VP2O, idle ones too."""
+        """True if experts attract or repel each other. Otherwise all experts, also idle ones, are updated as without VP2O."""
         return self.config.neighbors != 1 or bool(self.config.repulsion)
 
     def idle(self, number: int) -> list[bool]:
-        """For each of this rank's experts of a layer: True if it stands still in this update."""
+        """Return, for each of this rank's experts of a layer, True if this update must not change it."""
         found = self._interactions.get(number)
         count = len(self.experts.layers[number].outputs)
         if found is None or not self.interacts:
@@ -105,14 +105,14 @@ class Stein(UpdateHook):
     # -- one update, in this order ------------------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Co-activation is of the whole rollout batch; the micro-batches of later updates count if they had a pass before."""
+        """Select the route tables for co-activation: all micro-batches of the rollout batch that had a pass before."""
         if stage == "update":
             found = (batch.routes for update in place.rollout or [batches] for batch in update)
             self._tables = [table for table in found if table is not None]
             self._own_tables = [batch.routes for batch in batches if batch.routes is not None]
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return the counts of co-activation and, in an update, the orthogonality loss."""
+        """Return the observers that count co-activation and, in an update, add the orthogonality loss."""
         found: list[RouteObserver] = [CountCoactivation(table, soft=self.config.coactivation == "soft")]
         if stage == "update":
             found.append(CountActive(table))
@@ -122,7 +122,7 @@ class Stein(UpdateHook):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Mix the gradients of co-active experts, in this process's DDP buffers, before they are reduced. Collective."""
+        """Mix the gradients of co-active experts in this process's DDP buffers, before the reduction. Collective."""
         counts = self._counts()
         self._tables, self._own_tables = [], []
         for number, layer in self.experts.layers.items():
@@ -135,7 +135,7 @@ class Stein(UpdateHook):
 
     @torch.no_grad()
     def after_reduction(self) -> None:
-        """Add the repulsion's gradient to those of the output projections. Collective."""
+        """Add the gradient of the repulsion to the gradients of the output projections. Collective."""
         layers, replicas = self.experts.layers, self.experts.replica_group.size()
         of_outputs = {number: self._square(layer.outputs) for number, layer in layers.items()}
         attraction = {
@@ -154,7 +154,7 @@ class Stein(UpdateHook):
             strength = self.config.repulsion
             if self.config.repulsion_scale == "relative":
                 ratio = outputs / repulsion if repulsion else 0.0
-                strength *= ratio if math.isfinite(ratio) else 0.0  # 0: nobody is pushed
+                strength *= ratio if math.isfinite(ratio) else 0.0  # 0: no repulsion
             a, x, b, p = factors[number]
             for index, output in enumerate(layers[number].outputs):
                 output.main_grad.addr_(x[index], a[index], alpha=strength).addr_(p[index], b[index], alpha=strength)
@@ -165,7 +165,7 @@ class Stein(UpdateHook):
             }
 
     def check(self, metrics: Metrics) -> None:
-        """Say once where the orthogonality loss outweighs all else."""
+        """Warn once if the gradient of the orthogonality loss exceeds the gradient of all other losses."""
         if self._warned_orthogonality or not self.config.orthogonality:
             return
         for layer in self.experts.layers:
@@ -178,13 +178,13 @@ class Stein(UpdateHook):
                 if self.experts.token_group.rank() == 0:
                     log.warning(
                         f"vp2o: at the outputs of layer {layer}'s experts the orthogonality loss has a gradient of"
-                        f" {share:.3g} times that of all else: it decides what they learn; lower vp2o.orthogonality{remedy}"
-                        " (said once; routing/orthogonality_gradient tells)"
+                        f" {share:.3g} times the gradient of all other losses, so it dominates what the experts learn; lower"
+                        f" vp2o.orthogonality{remedy} (this warning appears once; see routing/orthogonality_gradient)"
                     )
                 return
 
     def before_step(self, preview: StepPreview) -> float:
-        """Copy what is to stand still: of an idle expert's parameters, fp32 weights and moments what this process has."""
+        """Copy this process's parameters, fp32 weights and moments of idle experts, which the step must not change."""
         found = [
             tensor
             for number, layer in self.experts.layers.items()
@@ -198,7 +198,7 @@ class Stein(UpdateHook):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Put back what is to stand still, and forget the prototypes of weights that have changed."""
+        """Restore the copies of idle experts, and discard prototypes if the weights have changed."""
         for tensor, before in self._still:
             tensor.copy_(before)
         self._still = []
@@ -206,13 +206,13 @@ class Stein(UpdateHook):
             self.experts.weights_changed()
 
     def metrics(self) -> Metrics:
-        """Return what was measured of each layer."""
+        """Return the metrics of each layer."""
         return of_layers({number: found.metrics for number, found in self._interactions.items()})
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _counts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """O [N, N] and the update's active experts [N] by layer, over the tokens of all processes: one reduction."""
+        """Return O [N, N] and the update's active experts [N] by layer, over all processes, with one reduction."""
         layers = self.experts.layers
         if not layers:
             return {}
@@ -236,7 +236,7 @@ class Stein(UpdateHook):
         temperature = 1.0 if config.temperature is None else config.temperature / len(together)
         neighbors, inactive = stein.neighborhood(len(together), config.neighbors, config.inactive_neighbors)
         attract = stein.attraction_mask(together, neighbors, config.attract_above)
-        # Where routers moved within the rollout batch, an active expert may be one that nothing was counted of.
+        # If routers changed within the rollout batch, an active expert may have no counted tokens.
         itself = torch.eye(len(active), dtype=torch.bool, device=active.device)
         attract = (attract | itself) & active[:, None]
         repel = active[:, None] & stein.repulsion_mask(together, inactive, config.repel_below, attract=attract)
@@ -246,7 +246,7 @@ class Stein(UpdateHook):
         return _Interaction(together, active, alpha, stein.neighbor_weights(repel), kernel, mixing)
 
     def _repulsion(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The factors of the kernel's gradient of this rank's experts."""
+        """Return the factors of the kernel's gradient for this rank's experts."""
         layer, found = self.experts.layers[number], self._interactions[number]
         return stein.kernel_gradient(
             self.experts.output_weights(layer.outputs),
@@ -267,7 +267,7 @@ class Stein(UpdateHook):
         return parts.sqrt().t().tolist()
 
     def _dominates(self, number: int, repulsion: float, attraction: float) -> bool:
-        """True if a layer's repulsion is larger than its attraction, or than gradients may be; says so once."""
+        """Return True if a layer's repulsion is larger than its attraction or than the clipping norm. Warn once."""
         limits = {"the norm of its experts' gradients": attraction}
         if self.clip:
             limits["optimizer.clip_grad"] = self.clip
@@ -277,9 +277,9 @@ class Stein(UpdateHook):
             self._warned = True
             if self.experts.token_group.rank() == 0:
                 log.warning(
-                    f"vp2o: the repulsion of layer {number} has a norm of {repulsion:.3g}, more than {name}, {limit:.3g}:"
-                    " it decides where experts go; lower vp2o.repulsion, or set vp2o.repulsion_scale: relative"
-                    " (said once; vp2o/repulsion_dominates counts)"
+                    f"vp2o: the repulsion of layer {number} has a norm of {repulsion:.3g}, more than {name}, {limit:.3g},"
+                    " so it dominates the updates of the experts; lower vp2o.repulsion, or set vp2o.repulsion_scale: relative"
+                    " (this warning appears once; vp2o/repulsion_dominates counts the cases)"
                 )
         return dominates
 
@@ -288,7 +288,7 @@ class Stein(UpdateHook):
         return next(iter(self.experts.layers.values())).start.device
 
     def _mix(self, slices: list[ExpertSlice], mixing: Tensor, exchange: Exchange, stays: list[bool]) -> None:
-        """g_i <- sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
+        """Set g_i to sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
         flat = [one.main_grad.view(-1) for one in slices]
         columns = max(1, CHUNK // len(mixing))
         for first in range(0, flat[0].numel(), columns):
@@ -300,7 +300,7 @@ class Stein(UpdateHook):
                     gradient[place] = row
 
     def _square(self, slices: list[ExpertSlice]) -> float:
-        """Squared norm of the gradients of these, of the part that this process counts: all processes' parts add up."""
+        """Return the squared norm of the gradients of these slices, as this process's part of the sum over processes."""
         parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if self.owned is not None:
             return _square_of(_gradient(p).view(-1)[self.owned[p]] for p in parameters if p in self.owned)
@@ -319,7 +319,7 @@ class Stein(UpdateHook):
 
 
 def of_layers(layers: Mapping[int, Mapping[str, Metric]]) -> Metrics:
-    """vp2o/layer_LL/NAME of one update, which count for vp2o/NAME; of several the means."""
+    """Return metrics vp2o/layer_LL/NAME of one update, which also enter vp2o/NAME; several updates give their mean."""
     return {
         f"vp2o/layer_{layer:02}/{name}": replace(metric, across="mean", also=(f"vp2o/{name}",))
         for layer, metrics in layers.items()

@@ -1,16 +1,16 @@
-"""VP2O's geometric trust region: how far an update would move what the experts of a layer stand for, seen by its router.
+"""VP2O's geometric trust region: it limits how far an update moves the experts of a layer, as weighted by the router.
 
-The anchor is what the rollout engine has: prototypes and routers when its weights were pushed. Both are compared with the
-policy's on tokens of the rollout batch that is being trained. The paper's actors log their gates with it; an engine tells its
-routes at most, so the anchor's router is asked for the gates of the inputs that routers had in the pass of the old policy (or,
-without one, in the update's own forward). Where routes are replayed, gates are over the replayed experts on both sides.
+The anchor is the state of the rollout engine: prototypes and routers at the last push of weights. The trust region compares the
+policy with the anchor on tokens of the current rollout batch. In the paper the actors log their gates. An engine returns routes
+at most, so here the anchor's router computes the gates. Its inputs are the router inputs of the pass of the old policy (or of
+the update's own forward, if there is no such pass). If routes are replayed, both sides compute gates over the replayed experts.
 
-A step is looked at before it is taken (`trainer.preview`), so that refusing it leaves every parameter, the optimizer and random
-states as they are, to the bit, and needs no copy of them.
+A step is judged before it is taken (`trainer.preview`). A refused step therefore leaves all parameters, the optimizer and the
+random states unchanged, bit for bit, without a copy.
 
-Both sides of a comparison iterate from the anchor's prototypes. From the fixed start that the transform's have, a prototype
-swings through another direction where a small step takes the singular vector past a right angle to that start; halved steps
-would stay before that point for good.
+Both sides of a comparison iterate from the anchor's prototypes. The transform starts from a fixed vector instead. From a fixed
+start a small step can turn the singular vector past a right angle to this start, and the prototype then swings through another
+direction. Halved steps would never get beyond this point.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ from megatron_rl.vp2o.expert_groups import ExpertLayer, Experts, stacked
 from megatron_rl.vp2o.transform import Stein, of_layers
 
 PARTS = 4
-"""Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""
+"""Number of parts in which the output projections of a layer are previewed. One part with its moments and gradients needs at
+most the memory of one layer's gradients."""
 TRACKING = 8
-"""Power iterations from the anchor's prototypes to those of other weights. The fewer they are, the less it counts that a
-prototype turns among directions that its weights hardly prefer to one another."""
+"""Power iterations from the anchor's prototypes to the prototypes of other weights. With fewer iterations, a turn among
+directions of nearly equal singular values has less effect on the shift."""
 MOST_BACKTRACKS = 10
-"""After which an update is left out: it began beyond the limit."""
+"""Largest number of halvings of a step. After them the update is left out, because it was beyond the limit already."""
 MOST_REFUSED = 16
-"""Updates in a row, after which a run that learns nothing ends."""
+"""Number of refused updates in a row after which the run ends, because it no longer learns."""
 
 
 @dataclass
 class _Anchor:
     start: Tensor
-    """[N, D_out]: prototypes of the weights that the engine has, from which those of other weights are iterated."""
+    """[N, D_out] prototypes of the engine's weights: start of the power iterations for other weights."""
     prototypes: Tensor
-    """[N, D_out]: of the engine's weights, iterated from there as well."""
+    """[N, D_out] prototypes of the engine's weights, iterated from `start` too."""
     router: list[Tensor]
-    """Weight and, where it has one, bias of the engine's router."""
+    """Weight of the engine's router, and its bias if it has one."""
 
 
 @dataclass
 class _Seen:
-    """This process's probe tokens of the rollout batch, in one layer."""
+    """Probe tokens of this process from the rollout batch, in one layer."""
 
     hidden: Tensor
     """[C, d] router inputs."""
     routes: Tensor
-    """[C, k] replayed experts, sentinels where the router chooses."""
+    """[C, k] replayed experts, with sentinels for tokens whose experts the router chooses."""
     gates: Tensor
-    """[C, N] of the anchor's router."""
+    """[C, N] gates of the anchor's router."""
 
 
 @dataclass(frozen=True)
@@ -77,43 +78,44 @@ class Verdict:
     """Decision on a proposed step."""
 
     scale: float
-    """Factor of the learning rate: 1, a power of 1/2, or 0, which leaves the step out."""
+    """Factor of the learning rate: 1, a power of 1/2, or 0 (the step is left out)."""
     backtracks: int
+    """Number of times the step was halved."""
     shifts: dict[int, float]
-    """Barycenter shift by layer of this process's pipeline stage, of the step as it was proposed."""
+    """Barycenter shift of the proposed step (before halving), by layer of this process's pipeline stage."""
 
 
 @dataclass
 class Probed:
-    """Values that the first pass of a micro-batch leaves for its probe tokens."""
+    """Values of the probe tokens that the first pass of a micro-batch stores."""
 
     rows: Tensor = field(default_factory=lambda: torch.arange(0))
-    """[C] int64: which they are."""
+    """[C] int64: rows of the probe tokens."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    """Router inputs [C, d] by layer."""
+    """Layer -> router inputs [C, d]."""
 
 
 class Probe(RouteObserver):
-    """Keeps what routers see of some evenly spaced counted tokens, in the first pass of a micro-batch."""
+    """Stores the router inputs of some evenly spaced counted tokens, in the first pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, tokens: int) -> None:
-        """tokens: at most so many."""
+        """tokens: largest number of probe tokens."""
         self.found, self.first = table.left(Probed), not table.left(Probed).hidden
         if self.first:
             self.found.rows = table.evenly_spaced(tokens)
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Keep the router inputs of the chosen tokens."""
+        """Store the router inputs of the probe tokens."""
         if self.first and layer not in self.found.hidden:
             self.found.hidden[layer] = hidden[self.found.rows]
         return logits
 
 
 class TrustRegion(UpdateHook):
-    """Anchors of all layers of this process, and the judgment of steps."""
+    """Holds the anchors of all layers of this process, and judges steps."""
 
     def __init__(self, config: VP2OConfig, stein: Stein, source: RouteSource = "none") -> None:
-        """stein: attached before. source: of the routes that updates replay."""
+        """stein: the transform, attached before this hook. source: source of the routes that updates replay."""
         self.config = config
         self._stein = stein
         self._source: RouteSource = source
@@ -122,24 +124,24 @@ class TrustRegion(UpdateHook):
         self._tables: list[RouteTable] = []
         """Route tables of the rollout batch."""
         self._probe_tokens = 0
-        """Most tokens of one micro-batch that are probed."""
+        """Largest number of probe tokens per micro-batch."""
         self._seen: dict[int, _Seen] = {}
         self.verdict: Verdict | None = None
-        """Decision on the last update; None where its gradients were not finite."""
+        """Decision on the last update; None if its gradients were not finite."""
         self._refused = 0
-        """Updates refused one after the other."""
+        """Number of updates refused in a row."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Take what is needed of the ranks."""
+        """Store the function that computes a maximum over all ranks."""
         self._maximum = lambda value: max(trainer.ranks.gather(value))
 
     @property
     def experts(self) -> Experts:
-        """The experts of the attached transform."""
+        """Experts of the attached transform."""
         return self._stein.experts
 
     def weights_pushed(self) -> None:
-        """Anchor all layers at the weights as they are."""
+        """Set the anchors of all layers to the current weights."""
         for number, layer in self.experts.layers.items():
             start = self.experts.prototypes(number)
             weights = self.experts.output_weights(layer.outputs)
@@ -147,7 +149,7 @@ class TrustRegion(UpdateHook):
             self._anchors[number] = _Anchor(start, self._follow(layer, weights, start), router)
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Routers keep what they see of the rollout batch, each micro-batch in its first pass."""
+        """Prepare the probes: each micro-batch of the rollout batch stores router inputs in its first pass."""
         if not self._anchors:
             self.weights_pushed()
         every = [batch for update in place.rollout or [batches] for batch in update]
@@ -161,7 +163,7 @@ class TrustRegion(UpdateHook):
 
     @torch.no_grad()
     def after_pass(self, stage: Stage) -> None:
-        """Give the anchors' routers the tokens that probes have seen."""
+        """Compute the gates of the anchors' routers for the probe tokens."""
         tables, self._tables = self._tables, []
         self._seen = {}
         for number, anchor in self._anchors.items():
@@ -173,7 +175,7 @@ class TrustRegion(UpdateHook):
                 self._seen[number] = _Seen(hidden, routes, gates)
 
     def _routes(self, table: RouteTable, layer: int) -> Tensor:
-        """[T, k] experts that updates replay, sentinels where they do not."""
+        """Return the experts [T, k] that updates replay, with sentinels for tokens that are not replayed."""
         routes = None if self._source == "none" else reference_routes(table, self._source, layer)
         if routes is not None:
             return routes
@@ -181,12 +183,12 @@ class TrustRegion(UpdateHook):
         return torch.full((len(table.counted), table.shape.topk), NO_ROUTE[dtype], dtype=dtype, device=device)
 
     def before_step(self, preview: StepPreview) -> float:
-        """Return the share of the learning rate at which the step may be taken."""
+        """Return the factor of the learning rate with which the step may be taken."""
         self.verdict = self.judge(preview)
         return self.verdict.scale
 
     def metrics(self) -> Metrics:
-        """Return what became of the step, and the shift by layer."""
+        """Return the decision on the step, and the shift by layer."""
         verdict = self.verdict or Verdict(1.0, 0, {})
         return {
             "update/rejected": alike(float(verdict.scale == 0.0), across="sum"),
@@ -195,14 +197,14 @@ class TrustRegion(UpdateHook):
 
     @torch.no_grad()
     def judge(self, preview: StepPreview) -> Verdict:
-        """How much of the step that is about to be taken may be taken: the same answer on all processes. Collective.
+        """Decide how much of the proposed step may be taken; all processes get the same answer. Collective.
 
-        Errors: UserError where it is nothing for the MOST_REFUSED-th time in a row: what is refused changes nothing, so that
-        the next step is likely to be refused as well.
+        Errors: UserError if the step is refused for the MOST_REFUSED-th time in a row. A refused step changes nothing, so the
+        next step would probably be refused too.
         """
         first: dict[int, float] = {}
         limit = self.config.trust_region
-        assert limit is not None, "without one there is no trust region"
+        assert limit is not None, "this hook exists only if vp2o.trust_region is set"
         scale = 1.0
         for backtracks in range(MOST_BACKTRACKS + 1):
             shifts = self._shifts(preview, scale)
@@ -219,7 +221,7 @@ class TrustRegion(UpdateHook):
             remedy = "set vp2o.on_violation: backtrack," if self.config.on_violation == "reject" else "set"
             raise UserError(
                 f"vp2o.trust_region: {MOST_REFUSED} updates in a row would have moved the experts of a layer by more than"
-                f" {limit:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
+                f" {limit:g}, so they were left out; {remedy} a larger vp2o.trust_region or a smaller"
                 " optimizer.lr"
             )
         return Verdict(0.0, backtracks, first)
@@ -239,7 +241,7 @@ class TrustRegion(UpdateHook):
         shifts = zip(self._seen, total.tolist(), strict=True)
         return {
             number: shift / tokens for number, (shift, tokens) in shifts if tokens
-        }  # none without a token of the loss
+        }  # no shift without tokens in the loss
 
     def _prototypes_after(self, number: int, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
         layer = self.experts.layers[number]
@@ -262,6 +264,6 @@ def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
 
 
 def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor], routes: Tensor) -> Tensor:
-    """[C, N] weights with which a router of these parameters would send these inputs to their experts, replayed or its own."""
+    """Return the gates [C, N] of a router with these parameters for these inputs, over replayed or self-chosen experts."""
     weight, *bias = parameters
     return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32), routes)

@@ -1,4 +1,4 @@
-"""SGLang's model classes, each once more under its own name with route predictors."""
+"""SGLang's model classes with route predictors, under their original names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl_models.prediction import with_predictors
 EntryClass = [
     with_predictors(model)
     for model in (
-        DeepseekV3ForCausalLM,  # also Moonlight and whatever else has this architecture in its config.json
+        DeepseekV3ForCausalLM,  # also Moonlight and all other models with this architecture in config.json
         GptOssForCausalLM,
         MixtralForCausalLM,
         OlmoeForCausalLM,
         Qwen3MoeForCausalLM,
     )
 ]
-"""Classes that SGLang registers, by class name."""
+"""Model classes that SGLang registers by their class name."""

@@ -1,4 +1,4 @@
-"""Router features of sampled tokens, sent along with the reply where the server is asked for it."""
+"""Router features of sampled tokens, returned with the reply if the request asks for them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
 KEY = "router_features"
-"""Field of meta_info: one entry per response token, None where none was asked for."""
+"""Field of meta_info: one entry per response token, None for tokens without features."""
 STRIDE = "router_feature_stride"
-"""Field of the model's config, set with --json-model-override-args."""
+"""Field of the model's config, set with --json-model-override-args: distance between tokens with features."""
 ASKS = ("router-features-", "router-logits-")
-"""Prefixes of the ids of requests that want them, or the logits alone (as in the trainer's client)."""
+"""Prefixes of the ids of requests for features (inputs and logits), and of requests for logits only; same in the client."""
 MAX_REQUESTS = 1 << 16
+"""Largest number of requests whose prompt length is remembered."""
 
 
 class FeatureExport:
-    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... were predicted.
+    """Router inputs h and router logits z (before route prediction) of the passes that sampled response tokens 0, s, 2s, ...
 
-    Only requests that want them have some. Response token i comes out of the input token at position prompt_length - 1 + i.
-    Its entry is base64 of h of all MoE layers [layers, hidden] in the model's dtype, where it is wanted, then z
-    [layers, experts] in fp32, little-endian.
+    Only requests that ask for features get them. Response token i is sampled from the input token at position
+    prompt_length - 1 + i. Its entry is base64 of two little-endian arrays. The first is h of all MoE layers, [layers, hidden],
+    in the model's dtype, left out if the request asks only for logits. The second is z, [layers, experts], in fp32.
     """
 
     def __init__(self, stride: int):
-        """Errors: NotImplementedError for server options under which rows of a router are not those of the batch."""
+        """Errors: NotImplementedError for server options with which the rows of a router are not the rows of the batch."""
         self.stride = stride
         parallel, execution = get_parallel(), get_exec()
         refused = {
@@ -42,7 +43,7 @@ class FeatureExport:
         }
         for what, found in refused.items():
             if found:
-                raise NotImplementedError(f"export of router features does not go with {what}")
+                raise NotImplementedError(f"export of router features does not work with {what}")
         self._sends = parallel.tp_rank == 0  # the rank whose outputs SGLang returns
         self._prompt_lengths: dict[str, int] = {}
 
@@ -52,14 +53,14 @@ class FeatureExport:
         return cls(stride) if stride else None
 
     def begin(self, batch) -> None:
-        """Choose the rows of a forward pass. batch: SGLang's ForwardBatch."""
+        """Select the rows of a forward pass. batch: SGLang's ForwardBatch."""
         if batch.forward_mode.is_decode():
             rows, lengths = range(batch.batch_size), batch.seq_lens.tolist()
         elif batch.forward_mode.is_extend():
             rows = [end - 1 for end in torch.as_tensor(batch.extend_seq_lens_cpu).cumsum(0).tolist()]
             lengths = batch.seq_lens.tolist()
             for rid, length in zip(batch.rids, batch.orig_seq_lens.tolist(), strict=True):
-                # The first prefill tells the prompt's length; one after a retraction has response tokens too.
+                # The first prefill has the prompt's length. A prefill after a retraction includes response tokens.
                 if rid.startswith(ASKS):
                     self._prompt_lengths.setdefault(rid, length)
             while len(self._prompt_lengths) > MAX_REQUESTS:
@@ -68,7 +69,7 @@ class FeatureExport:
             rows, lengths = [], []
         self._requests = batch.batch_size
         self._chosen = []
-        self._whole = []  # whether such a request wants more than logits
+        self._whole = []  # True for each selected request that also asks for router inputs
         for request, (rid, length) in enumerate(zip(batch.rids or [], lengths, strict=False)):
             response = length - self._prompt_lengths.get(rid, length + 1)
             if response >= 0 and response % self.stride == 0:
@@ -79,14 +80,14 @@ class FeatureExport:
         self._logits: list[Tensor] = []
 
     def keep(self, layer: int, h: Tensor, z: Tensor) -> None:
-        """Take h [T, hidden], z [T, experts] of MoE layer `layer`."""
+        """Store h [T, hidden] and z [T, experts] of MoE layer `layer`."""
         if self._chosen and self._sends:
-            assert layer == len(self._hidden), "routers ran in another order than that of the layers"
+            assert layer == len(self._hidden), "routers did not run in the order of the layers"
             self._hidden.append(h[self._rows])
             self._logits.append(z[self._rows].float())
 
     def finish(self) -> dict[str, list[str | None]]:
-        """The entries of the pass, one per request."""
+        """Return the entries of the pass, one per request."""
         entries: list[str | None] = [None] * self._requests
         if self._hidden:
             hidden, logits = torch.stack(self._hidden, 1).cpu(), torch.stack(self._logits, 1).cpu()

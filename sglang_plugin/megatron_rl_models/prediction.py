@@ -1,8 +1,9 @@
 """Route prediction in a served model: router logits z of a token with router input h become z + W_p h.
 
-Whatever follows (top-k, weights, the record of the chosen experts) is the model's own. W_p is a parameter of the router
-module, so it is loaded, hashed and updated like every other weight: `...mlp.gate.weight` has a neighbor
-`...mlp.gate.predictor.weight` [experts, hidden] fp32. Hugging Face folders have none: it is zero until one is pushed.
+Everything after the logits (top-k, weights, the record of the chosen experts) is the model's own code. W_p is a parameter of
+the router module, so it is loaded, hashed and updated like every other weight: next to `...mlp.gate.weight` there is
+`...mlp.gate.predictor.weight` [experts, hidden] fp32. Hugging Face folders do not contain it, so it is zero until the trainer
+pushes it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SUFFIX = ".predictor.weight"
 
 
 class Predictor(nn.Module):
-    """W_p [experts, hidden], fp32, zero."""
+    """Predictor weights W_p [experts, hidden], fp32, initially zero."""
 
     def __init__(self, experts: int, hidden: int):
         super().__init__()
@@ -34,13 +35,13 @@ class Predictor(nn.Module):
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by name, in the order of the layers: the projection beside every top-k module."""
+    """Return the routers of a model by name, in layer order: the projection in the same block as each top-k module."""
     routers = {}
     for name, block in model.named_modules():
         topk = getattr(block, "topk", None)
         if topk is None:
             continue
-        # A top-k of another kind may route by something else than the logits (DeepSeek-V4 hashes tokens).
+        # Another kind of top-k module may not route by logits (DeepSeek-V4 hashes tokens).
         if not isinstance(topk, TopK):
             raise NotImplementedError(f"route prediction: {name} routes with {type(topk).__name__}")
         router = "gate" if hasattr(block, "gate") else "router"
@@ -49,10 +50,10 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_platform() -> None:
-    """Errors: NotImplementedError where SGLang's kernels would read a router's weight past its forward."""
+    """Check the platform. Errors: NotImplementedError if SGLang's kernels would use a router's weight without its forward."""
     if not (is_cuda() or is_cpu()):
         raise NotImplementedError(
-            "route prediction needs an NVIDIA GPU or a CPU: SGLang's fused routers of other devices would ignore it"
+            "route prediction needs an NVIDIA GPU or a CPU: SGLang's fused routers for other devices would ignore it"
         )
     if get_moe_a2a_backend().is_megamoe():
         raise NotImplementedError(
@@ -61,7 +62,7 @@ def check_platform() -> None:
 
 
 def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
-    """`base` under the same name, each of its routers with a predictor."""
+    """Return a subclass of `base` with the same name, in which each router has a predictor."""
 
     class WithPredictors(base):
         def __init__(self, *args, **kwargs):
@@ -76,7 +77,7 @@ def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
                 router.register_forward_hook(functools.partial(self._predict, layer))
 
         def _predict(self, layer: int, router: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-            """Forward hook of a router: z + W_p h in fp32, whatever z is: in bf16 a small prediction would be lost."""
+            """Return z + W_p h in fp32 (forward hook of a router). In bf16 a small prediction would be rounded away."""
             h = args[0]
             z, *rest = output if isinstance(output, tuple) else (output,)
             if self._export is not None:
@@ -97,7 +98,7 @@ def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
             return super().load_weights(self._load_predictors(weights), *args, **kwargs)
 
         def _load_predictors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            """Load the predictors' weights and pass the others on: the models' own loaders do not know them all."""
+            """Load the predictors' weights and yield all others: not all model loaders accept unknown weights."""
             for name, weight in weights:
                 if not name.endswith(SUFFIX):
                     yield name, weight

@@ -1,20 +1,27 @@
-"""SGLang plugin (entry point group `sglang.srt.plugins`): the engine's side of weight sync, with a GPU or without.
+"""SGLang plugin (entry point group `sglang.srt.plugins`): the engine's side of weight sync, with or without a GPU.
 
-`pip install --no-deps ./sglang_plugin` puts it into SGLang's environment: each process of a server finds and calls `register`.
-The package imports torch alone, and nothing of the trainer.
+`pip install --no-deps ./sglang_plugin` installs it into SGLang's environment. Each process of a server finds and calls
+`register`. The package itself imports torch, but not the trainer.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
+    """Register all hooks of the plugin.
 
-    They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
-    replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
-    where the model is. Heads of all widths are served in bf16. A model that is asked to be identical to the trainer's has its
-    operators; one that is asked to shows what its operators put out. A request's logit processor is a name, and nothing that
-    would be unpickled. Processes that meet on 127.0.0.1 listen there alone.
+    The hooks change SGLang in these points:
+    - Checksums are fingerprints that add up over fused tensors. For FP8 the stored weights and scales are hashed; SGLang
+      would hash their product in bf16.
+    - A weight update may lie in the trainer's shared memory.
+    - Routes of replies use small integers. If the server's model config asks for gates, gates are added to the routes.
+    - Requests may have seeds.
+    - Sinks are in fp32 if the model is in fp32.
+    - Heads of all widths can be served in bf16.
+    - Under `precision.identical` the model uses the trainer's operators.
+    - For `certify` the model records the outputs of its operators.
+    - A request names its logit processor; nothing is unpickled.
+    - The store of processes that rendezvous on 127.0.0.1 listens only there.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler

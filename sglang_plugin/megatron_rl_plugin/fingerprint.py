@@ -1,10 +1,11 @@
-"""A checksum of a weight that survives fusing and sharding: the trainer and SGLang both compute it.
+"""Fingerprint: a checksum of a weight that survives fusing and sharding. The trainer and SGLang both compute it.
 
-SGLang's `/weights_checker` hashes its own parameters, where q, k and v are one tensor and so are a layer's experts. A
-fingerprint of such a tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`, so the
-trainer learns what it must find from the Hugging Face tensors one at a time, without building the fused tensor.
+SGLang's `/weights_checker` hashes its own parameters, in which q, k and v are one tensor, and all experts of a layer are one
+tensor. The fingerprint of a fused tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`.
+The trainer can therefore compute the expected value from the Hugging Face tensors one at a time, without building the fused
+tensor.
 
-Used on both sides: the trainer imports it from here.
+The trainer imports this module too.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from torch import Tensor
 
 MODULUS = 1 << 64
 ROW_BASE = 0x9E3779B97F4A7C15
-"""Weight of row i is ROW_BASE**i. Odd, and 5 modulo 8: of the largest order modulo 2**64."""
+"""Base of the row weights: row i has the weight ROW_BASE**i. It is 5 modulo 8, so its order modulo 2**64 is the largest."""
 PREFIX = "multilinear64"
-"""First field of what `describe` returns; its absence says that a server lacks this plugin."""
+"""First field of the result of `describe`. A checksum without it shows that the server lacks this plugin."""
 _GPU_CHUNK = 1 << 24
-"""Words that are multiplied at once on a GPU."""
+"""Number of words that are multiplied at once on a GPU."""
 
 
 @lru_cache
 def _powers(count: int, device: torch.device) -> Tensor:
-    """[count] int64: ROW_BASE**i modulo 2**64, in two's complement; count is a power of two."""
+    """Return [count] int64: ROW_BASE**i modulo 2**64, in two's complement. count must be a power of two."""
     powers = torch.tensor([1], dtype=torch.int64)
     while len(powers) < count:
         factor = pow(ROW_BASE, len(powers), MODULUS)
@@ -36,7 +37,7 @@ def _powers(count: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def _keys(count: int, device: torch.device) -> Tensor:
-    """[count] int64: the odd random weights of the columns."""
+    """Return [count] int64: odd random weights of the columns."""
     generator = torch.Generator().manual_seed(0x5EED)
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64)
     return keys.bitwise_or_(1).to(device)
@@ -47,12 +48,12 @@ def _ceil_power_of_two(n: int) -> int:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """[..., C] -> [R, C], rows being all dimensions but the last; [N] -> [N, 1]: both fuse by rows."""
+    """Reshape [..., C] to [R, C], and [N] to [N, 1]. Fused tensors are concatenated along these rows."""
     return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _words(matrix: Tensor) -> Tensor:
-    """Bits of [R, C] as [R, words] integers of at most 32 bits (64-bit elements as two)."""
+    """Return the bits of [R, C] as [R, words] integers of at most 32 bits (two words per 64-bit element)."""
     size = matrix.element_size()
     if size >= 4 or (size == 2 and matrix.shape[1] % 2 == 0):
         return matrix.contiguous().view(torch.int32)
@@ -60,23 +61,24 @@ def _words(matrix: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The fingerprint as a number in [0, 2**64): `fingerprint_tensor`, fetched."""
+    """Return the fingerprint as a Python number in [0, 2**64). On a GPU this waits for the device."""
     return to_integers([fingerprint_tensor(tensor)])[0]
 
 
 def to_integers(fingerprints: list[Tensor]) -> list[int]:
-    """Numbers in [0, 2**64) of 0-dim int64 tensors of one device, which is waited for once."""
+    """Convert 0-dim int64 tensors of one device to numbers in [0, 2**64), waiting for the device once."""
     return [value % MODULUS for value in torch.stack(fingerprints).tolist()] if fingerprints else []
 
 
 def fingerprint_tensor(tensor: Tensor) -> Tensor:
-    """Fingerprint of a tensor: [] int64 on its device, in two's complement.
+    """Return the fingerprint of a tensor: 0-dim int64 on its device, in two's complement.
 
-    It is sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
+    The value is sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
-    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
-    along a row; a polynomial over the rows. A change of one word always changes it; several go unseen with odds of
-    about 2**-32 at worst (all of them sign bits), far less in general. Zeros add nothing, so an engine may pad.
+    This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
+    along a row, and a polynomial over the rows. A change of one word always changes the fingerprint. A change of several words
+    is missed with a probability of about 2**-32 in the worst case (only sign bits change), and far less in general. Zeros add
+    nothing, so the engine may pad.
     """
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape
@@ -88,9 +90,9 @@ def fingerprint_tensor(tensor: Tensor) -> Tensor:
 
 
 def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
-    """[R, W] integers of at most 32 bits, [W] int64 -> [R] int64: words @ keys modulo 2**64."""
+    """Return words @ keys modulo 2**64: [R, W] integers of at most 32 bits, [W] int64 -> [R] int64."""
     if words.device.type == "cpu":
-        # Widens and multiplies in one pass over the memory, several times as fast as torch's int64 kernels.
+        # einsum widens and multiplies in one pass over the memory, several times as fast as torch's int64 kernels.
         return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), keys.numpy()))
     # CUDA has no integer matrix product; chunks keep the 64-bit products small.
     step = max(1, _GPU_CHUNK // words.shape[1])
@@ -98,11 +100,11 @@ def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def below(value: int, rows: int) -> int:
-    """Fingerprint of a block with `value` that starts `rows` rows below the top of a tensor of that width."""
+    """Return the contribution of a row block with fingerprint `value` that starts at row `rows` of a larger tensor."""
     return value * pow(ROW_BASE, rows, MODULUS) % MODULUS
 
 
 def describe(tensor: Tensor) -> str:
-    """'multilinear64:<hex>:<dtype>:<shape>', e.g. 'multilinear64:00ab...:bfloat16:8,512,256'."""
+    """Return 'multilinear64:<hex>:<dtype>:<shape>', for example 'multilinear64:00ab...:bfloat16:8,512,256'."""
     shape = ",".join(str(size) for size in tensor.shape)
     return f"{PREFIX}:{fingerprint(tensor):016x}:{str(tensor.dtype).removeprefix('torch.')}:{shape}"

@@ -1,11 +1,12 @@
-"""The engine's gates beside its routes, in the same four bytes of a reply: for replay of both (routing.replay_gates).
+"""Returns the engine's gates with its routes, in the same four bytes per entry, for replay of both (routing.replay_gates).
 
-A gate is what an expert's output is multiplied by where the outputs of a token's routed experts are added up, before
-routed_scaling_factor: softmax over the chosen experts, or over all of them where the model does not renormalize, or
-sigmoid scores over their sum. It is 0 to 1 and travels as a fixed-point number.
+A gate is the factor of an expert's output in the sum over a token's routed experts, before routed_scaling_factor. It is a
+softmax over the chosen experts, or over all experts if the model does not renormalize, or a sigmoid score divided by the sum of
+scores. A gate is between 0 and 1 and is sent as a fixed-point number.
 
-SGLang's RoutedExpertsCapturer carries one int32 for each (token, layer, expert chosen): its low 12 bits stay the expert,
-the other 20 are the gate. A server does so where its model's config says `routed_expert_gates` (--json-model-override-args).
+SGLang's RoutedExpertsCapturer returns one int32 for each (token, layer, chosen expert). The low 12 bits remain the expert id,
+and the other 20 bits hold the gate. A server does this if the config of its model has `routed_expert_gates`
+(--json-model-override-args).
 """
 
 from __future__ import annotations
@@ -19,27 +20,32 @@ from torch import Tensor
 OVERRIDE = "routed_expert_gates"
 """Key of the model's config that asks for gates."""
 ID_BITS = 12
+"""Number of bits of an expert id."""
 MOST_EXPERTS = 1 << ID_BITS
+"""Largest number of experts per layer."""
 STEPS = (1 << 32 - ID_BITS) - 1
-"""A gate of 1, in the steps of the fixed-point numbers: 2^20 - 1. Rounding moves a gate by half a step, 5e-7, at most."""
+"""Fixed-point value of a gate of 1: 2^20 - 1. Rounding changes a gate by at most half a step, 5e-7."""
 SCORES = ("softmax", "sigmoid")
+"""Score functions whose gates are supported."""
 
 
 def pack(ids: Tensor, gates: Tensor) -> Tensor:
-    """Expert ids [T, k] below 4096 and their gates [T, k] from 0 to 1 -> [T, k] int32 with both, in two's complement."""
+    """Pack expert ids [T, k] below 4096 and gates [T, k] from 0 to 1 into [T, k] int32, in two's complement."""
     steps = (gates.float() * STEPS).round().clamp(0, STEPS).to(torch.int64)
     return (ids.to(torch.int64) | steps << ID_BITS).to(torch.int32)
 
 
 def of_capturer(capturer: Any, *, model: torch.nn.Module, model_config: Any, **_: Any) -> Any:
-    """After RoutedExpertsCapturer.create, at the start of a server: whether gates go with the routes.
+    """Turn gates on if the model's config asks for them (hook after RoutedExpertsCapturer.create, when a server starts).
 
-    Errors: NotImplementedError for a model or a server that cannot give them.
+    Errors: NotImplementedError if the model or the server cannot return gates.
     """
     if not getattr(model_config.hf_config, OVERRIDE, False):
         return capturer
     if capturer is None:
-        raise NotImplementedError(f"{OVERRIDE}: gates go with routes: start with --enable-return-routed-experts")
+        raise NotImplementedError(
+            f"{OVERRIDE}: gates are returned with routes; start the server with --enable-return-routed-experts"
+        )
     from sglang.srt.layers.moe.topk import TopK
 
     for name, block in model.named_modules():
@@ -48,12 +54,12 @@ def of_capturer(capturer: Any, *, model: torch.nn.Module, model_config: Any, **_
             continue
         if not isinstance(topk, TopK):
             raise NotImplementedError(
-                f"{OVERRIDE}: {name} routes with {type(topk).__name__}, whose gates are not known"
+                f"{OVERRIDE}: {name} routes with {type(topk).__name__}, whose gates are not supported"
             )
         score = topk.topk_config.scoring_func
         if score not in SCORES:
             raise NotImplementedError(
-                f"{OVERRIDE}: {name} scores experts by {score}; gates go up to 1 with {SCORES} alone"
+                f"{OVERRIDE}: {name} scores experts by {score}; only gates of {SCORES} are at most 1"
             )
     capturer.with_gates = True
     return capturer
@@ -69,7 +75,7 @@ def capture(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around _post_process_topk_ids, where experts and gates are chosen, and SGLang captures the experts: captures both."""
+    """Capture experts and gates (hook around _post_process_topk_ids, in which SGLang captures only the experts)."""
     from sglang.srt.layers.moe import topk
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
@@ -78,7 +84,7 @@ def capture(
     gates = topk_weights
     if topk.is_routed_scaling_factor_fused_in_topk(topk_config) and topk_config.routed_scaling_factor:
         gates = gates / topk_config.routed_scaling_factor
-    both = pack(topk_ids, gates)  # before the original, which may change both in place
+    both = pack(topk_ids, gates)  # first, because the original may change both in place
     found = original(topk_ids, topk_weights, topk_config, router_logits, layer_id, *args, **kwargs)
     topk.capture_routed_experts_if_allowed(topk_config, layer_id, both)
     return found

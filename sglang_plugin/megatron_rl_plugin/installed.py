@@ -1,6 +1,6 @@
-"""Which code of this package an environment has: `python -m megatron_rl_plugin.installed` prints a hash of it, or nothing.
+"""Hash of the installed code of this package: `python -m megatron_rl_plugin.installed` prints it, or an empty line.
 
-A copy that was installed stays as it is when its checkout moves on, and the trainer's side with it.
+A non-editable installation does not follow its checkout. The trainer therefore compares the hash with its own.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+"""Folder that holds the packages."""
 PACKAGES = ("megatron_rl_models", "megatron_rl_plugin", "sglang_on_cpu")
 
 
 def code(root: Path = ROOT) -> str:
-    """Hash of the names and contents of all modules below the folder that holds PACKAGES."""
+    """Return a hash of the names and contents of all modules of PACKAGES in the folder `root`."""
     found = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -22,7 +23,7 @@ def code(root: Path = ROOT) -> str:
 
 
 def installed_code() -> str | None:
-    """The same of what is installed; None where SGLang does not find it: code that is merely on the path has no entry point."""
+    """Return the hash of the installed code; None if SGLang cannot find it (code that is only on the path)."""
     return code() if entry_points(group="sglang.srt.plugins", name="megatron_rl") else None
 
 

@@ -1,7 +1,8 @@
-"""Kernels that SGLang takes on a GPU for what they cannot do: the ones beside them do it.
+"""Restricts two fused GPU kernels of SGLang to inputs that they support; other inputs use SGLang's separate kernels.
 
-Keys and values of heads of some widths cannot go to the cache by the kernel that rotates them: it refuses the first request in
-bf16. Queries and keys in fp32 have no kernel that normalizes both at once: every server would compile one in vain.
+The kernel that rotates keys and writes keys and values to the cache does not support all head widths; in bf16 the first request
+would fail. The kernel that normalizes queries and keys at once does not support fp32; every server would compile a kernel that
+it cannot use.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import Any
 import torch
 
 ROTATED_AND_WRITTEN = (64, 128, 256, 512)
-"""Widths of heads for which RotaryEmbedding takes the kernel that does both."""
+"""Head widths that the kernel for rotation and cache writes supports."""
 
 
 def rotates_and_writes(original: Callable[..., bool], forward_batch: Any) -> bool:
-    """Around `enable_fused_set_kv_buffer`, which looks at the cache's type and not at its width."""
+    """Check the head width too (hook around `enable_fused_set_kv_buffer`, which checks only the type of the cache)."""
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     return original(forward_batch) and get_token_to_kv_pool().head_dim in ROTATED_AND_WRITTEN
 
 
 def normalizes_both(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
-    """Around `can_use_fused_inplace_qknorm`, which looks at the width and leaves the type to the compiler."""
+    """Check the dtype too (hook around `can_use_fused_inplace_qknorm`, which checks only the width)."""
     return dtype != torch.float32 and original(head_dim, dtype)

@@ -1,7 +1,7 @@
-"""A bucket in the trainer's memory, mapped by the engine: shared memory without a name, a daemon or a copy.
+"""Weight buckets in the trainer's memory that the engine maps: shared memory without a file name, a daemon or a copy.
 
-torch's own ways need a key of the parent process (file descriptors) or leave a helper process behind (file names). A
-memfd is gone with the trainer, however that ends; on the same machine the engine opens it as /proc/PID/fd/N.
+torch's own ways need a key of the parent process (file descriptors) or leave a helper process behind (file names). A memfd
+disappears with the trainer process, however the process ends. On the same machine the engine opens it as /proc/PID/fd/N.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MODULE = "megatron_rl_plugin.memory"
 NAME = "megatron_rl_bucket"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
-"""Names that the engine's unpickler must admit."""
+"""Functions that the engine's unpickler must allow."""
 
 
 def allocate(nbytes: int) -> Tensor:
-    """[nbytes] uint8 in shared memory; `.shared.path` is where other processes of this machine find it."""
+    """Allocate [nbytes] uint8 in shared memory. Other processes of this machine can open it at `.shared.path`."""
     descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -30,7 +30,7 @@ def allocate(nbytes: int) -> Tensor:
     except BaseException:
         os.close(descriptor)
         raise
-    tensor.shared = _Descriptor(descriptor)  # open for as long as the tensor lives
+    tensor.shared = _Descriptor(descriptor)  # stays open as long as the tensor exists
     return tensor
 
 
@@ -44,25 +44,26 @@ class _Descriptor:
 
 
 def dump_call(name: str, arguments: tuple, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
-    """A pickle whose loading calls `name` of the engine's own plugin with these arguments."""
+    """Return a pickle that, when loaded, calls the function `name` of this module in the engine with these arguments."""
     stream = io.BytesIO()
-    pickler(stream, 2).dump(arguments)  # later protocols have frames, which could not be cut open
+    pickler(stream, 2).dump(arguments)  # later protocols have frames, which cannot be cut and joined
     pickled = stream.getvalue()
     return pickled[:2] + pickle.GLOBAL + f"{MODULE}\n{name}\n".encode() + pickled[2:-1] + pickle.REDUCE + pickle.STOP
 
 
 def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
-    """The mapping that SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`.
+    """Return the dict that SGLang's load_format `flattened_bucket` expects, with data in the trainer's memory at `path`.
 
-    Copied on writing: SGLang's loader of gpt-oss zeroes the biases that it is handed on all tensor-parallel ranks but the
-    first, and the memory is that of all ranks and servers. Errors: ValueError for what is no bucket of this user's trainer.
+    The mapping is copy-on-write, because all ranks and servers share this memory: SGLang's loader of gpt-oss sets the biases
+    that it gets to zero on all tensor-parallel ranks except the first. Errors: ValueError if `path` is not a bucket of this
+    user's trainer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         own = f"/proc/self/fd/{descriptor}"
         found, name = os.fstat(descriptor), os.readlink(own)
         if name != f"/memfd:{NAME} (deleted)" or found.st_uid != os.geteuid() or found.st_size < nbytes:
-            raise ValueError(f"{path} is no bucket of {nbytes} bytes that a trainer of this user has made")
+            raise ValueError(f"{path} is not a bucket of {nbytes} bytes made by a trainer of this user")
         data = torch.from_file(own, shared=False, size=nbytes, dtype=torch.uint8)
     finally:
         os.close(descriptor)
@@ -74,9 +75,10 @@ def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
 
 
 def own_copy(bucket: dict) -> dict:
-    """The same with a copy of its data, which is the trainer's memory on a GPU: to be written to, as above.
+    """Return the bucket with a copy of its data, which is GPU memory of the trainer. The loader may then write to the copy.
 
-    Returns when the copy is there. SGLang's reply waits for no kernel, and after it the trainer fills that memory anew.
+    Returns only after the copy is complete, because SGLang's reply does not wait for GPU kernels, and after the reply the
+    trainer overwrites this memory.
     """
     copy = bucket["flattened_tensor"].clone()
     if copy.is_cuda:

@@ -1,8 +1,8 @@
-"""The operators of a served model under `precision.identical`: those of the trainer, bit for bit.
+"""Gives a served model the trainer's operators under `precision.identical`, for results that are equal bit for bit.
 
-`ops/batch_invariant.py` of the trainer's package is loaded by its path (`identical.load`). After SGLang has built a model, each
-of its modules is given the forward of that file that it stands for; one with weights of a kind that is not known here ends the
-server, since what it computes would differ.
+`ops/batch_invariant.py` of the trainer's package is loaded by its path (`identical.load`). After SGLang has built a model, the
+forward of each module is replaced by the matching operator of this file. A module with weights but without a matching operator
+stops the server, because its results would differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ops: Any = sys.modules[OPERATORS]
 
 @cache
 def replace_softmax() -> Any:
-    """Softmax and log-softmax of logits, for this process; what is returned keeps the replacement alive."""
+    """Replace torch's softmax and log-softmax on the CPU in this process. The returned object keeps the replacement alive."""
     library = torch.library.Library("aten", "IMPL")
 
     def rows(function, original, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -46,7 +46,7 @@ def replace_softmax() -> Any:
 
 
 def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give each module the trainer's operator. config: of config.json."""
+    """Give each module the trainer's operator. config: content of config.json. Errors: NotImplementedError."""
     rotary = ops.Rotary.of(config)
     gates = {id(gate) for block in model.modules() if (gate := _gate_of(block)) is not None}
     rotated = set()
@@ -76,53 +76,53 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
             module.attend = ops.attention
         elif isinstance(module, LogitsProcessor):
             module._compute_lm_head = head_forward
-            module.input_logprob_processor.enable_fast_input_logprobs = False  # by log-softmax, as of sampled tokens
+            module.input_logprob_processor.enable_fast_input_logprobs = False  # by log-softmax, as for sampled tokens
         elif isinstance(module, VocabParallelEmbedding):
-            pass  # a row is copied
+            pass  # only copies rows
         elif own := [parameter for parameter, _ in module.named_parameters(recurse=False) if parameter != "sinks"]:
             raise NotImplementedError(
-                f"precision.identical: {name}.{own[0]} is of a {type(module).__name__}, an operator that is not the trainer's"
+                f"precision.identical: {name}.{own[0]}: the trainer has no operator for a {type(module).__name__}"
             )
         if hasattr(module, "routed_scaling_factor"):
-            module.routed_scaling_factor = 1.0  # it is in the router's weights, as Megatron's
+            module.routed_scaling_factor = 1.0  # included in the router's weights, as in Megatron
 
 
 def real_widths(config: dict[str, Any]) -> dict[int, int]:
-    """MLP widths by what SGLang has padded them to on a CPU: it keeps the model's own in its config."""
+    """Return padded MLP width -> the model's own width. SGLang pads widths on a CPU and keeps both in its config."""
     names = ("moe_intermediate_size", "intermediate_size")
     padded = {config[name]: config[f"original_{name}"] for name in names if config.get(f"original_{name}")}
-    shared = config.get("n_shared_experts") or 1  # which are one MLP of so many experts' width
+    shared = config.get("n_shared_experts") or 1  # shared experts are one MLP of this many widths
     return padded | {shared * wide: shared * own for wide, own in padded.items()}
 
 
 def _gate_of(block: nn.Module) -> nn.Module | None:
-    """The router's linear layer of a block with experts."""
+    """Return the router's linear layer of a block with experts, or None for other blocks."""
     if not hasattr(block, "topk") or not hasattr(block, "experts"):
         return None
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
 class Product(UnquantizedLinearMethod):
-    """SGLang's `quant_method` of a linear layer. width: of its inputs, without what pads them."""
+    """SGLang's `quant_method` of a linear layer. width: number of inputs without padding; None: no padding."""
 
     def __init__(self, width: int | None = None) -> None:
         self.width = width
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """X [T, K] -> [T, N]."""
+        """Compute the linear layer: x [T, K] -> [T, N]."""
         out = ops.linear(x[..., : self.width], layer.weight[:, : self.width])
         return out if bias is None else out + bias
 
 
 def gate_forward(gate: nn.Module, x: Tensor, *_, returns_bias: bool, **__) -> Any:
-    """[T, d] -> logits [T, E] in fp32."""
+    """Compute the router's logits: [T, d] -> [T, E] in fp32."""
     logits, bias = ops.linear(x, gate.weight, dtype=torch.float32), getattr(gate, "bias", None)
     logits = logits if bias is None else logits + bias.float()
     return (logits, None) if returns_bias else logits
 
 
 def norm_forward(norm: nn.Module, x: Tensor, residual: Tensor | None = None, *_, **__) -> Any:
-    """The norm of x, or of their sum and the sum, as the trainer rounds it."""
+    """Return the norm of x; with a residual, the norm of x + residual and this sum, rounded as in the trainer."""
     weight, eps = norm.weight, norm.variance_epsilon
     if residual is None:
         return ops.rms_norm(x, weight, eps)
@@ -133,7 +133,7 @@ def norm_forward(norm: nn.Module, x: Tensor, residual: Tensor | None = None, *_,
 def rotary_forward(
     rotary: nn.Module, table: tuple[Tensor, Tensor], positions: Tensor, query: Tensor, key: Tensor, *_, **__
 ) -> tuple[Tensor, Tensor]:
-    """Query and key [T, heads * head_size], rotated."""
+    """Rotate query and key [T, heads * head_size]."""
     cosines, sines = (t.index_select(0, positions.flatten()) for t in table)
 
     def rotate(x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def rotary_forward(
 def mla_forward(
     mla: nn.Module, table: tuple[Tensor, Tensor], positions: Tensor, hidden_states: Tensor, forward_batch: Any, **_
 ) -> Tensor:
-    """Multi-latent attention [T, d] -> [T, d] over the cached latents."""
+    """Compute multi-latent attention over the cached latents: [T, d] -> [T, d]."""
     if mla.q_lora_rank is not None:
         both, _ = mla.fused_qkv_a_proj_with_mqa(hidden_states)
         query, latent = both.split([mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim], dim=-1)
@@ -172,16 +172,18 @@ def mla_forward(
 
 
 def gated_forward(x: Tensor, *_, **__) -> Tensor:
-    """[T, 2 F] -> [T, F]."""
+    """Compute the gated activation: [T, 2 F] -> [T, F]."""
     return ops.Gate()(*(half.contiguous() for half in x.chunk(2, dim=-1)))
 
 
 def routing_of(config: Any) -> Any:
-    """The rule of a router. Errors: NotImplementedError for one that the trainer has not."""
+    """Return the routing rule of a router. Errors: NotImplementedError if the trainer does not support it."""
     if config.custom_routing_function is not None or config.scoring_func not in ("softmax", "sigmoid"):
-        raise NotImplementedError(f"precision.identical: a router with scores of the kind '{config.scoring_func}'")
+        raise NotImplementedError(
+            f"precision.identical: a router with scores of the kind '{config.scoring_func}' is not supported"
+        )
     if config.scoring_func == "sigmoid" and not config.renormalize and config.top_k > 1:
-        raise NotImplementedError("precision.identical: sigmoid scores that are not made to add up to 1")
+        raise NotImplementedError("precision.identical: sigmoid scores that are not normalized are not supported")
     return ops.Routing(
         topk=config.top_k,
         scores=config.scoring_func,
@@ -193,7 +195,7 @@ def routing_of(config: Any) -> Any:
 
 
 def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tensor, **_) -> Any:
-    """Logits [T, E] -> weights and ids [T, k]."""
+    """Choose experts: logits [T, E] -> weights and ids [T, k]."""
     bias = topk.topk_config.correction_bias
     ids = rule.choose(rule.scores_of(router_logits, bias))
     weights = rule.weights(router_logits, ids)
@@ -202,7 +204,7 @@ def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tens
 
 
 def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output: Any, **_) -> Tensor:
-    """[T, d] -> [T, d]."""
+    """Compute the experts and add their outputs: [T, d] -> [T, d]."""
     weights, ids = topk_output.topk_weights, topk_output.topk_ids.long()
     config, topk = layer.moe_runner_config, ids.shape[1]
     experts, order = ids.reshape(-1).sort(stable=True)
@@ -219,12 +221,12 @@ def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output:
         interleaved=alpha is not None,
         width=width,
     )
-    # A token's rows by rising expert: rows are sorted by expert, so by rising place.
+    # Sum the rows of a token in order of rising expert. Rows are sorted by expert, so this is the order of rising row index.
     places = order.argsort().view(-1, topk).sort(dim=1).values
     return ops.combine(out, places)
 
 
 def head_forward(hidden: Tensor, head: nn.Module, embedding_bias: Tensor | None = None, **_) -> Tensor:
-    """[T, d] -> logits [T, V] in fp32."""
+    """Compute the output head: [T, d] -> logits [T, V] in fp32."""
     logits = ops.linear(hidden, head.weight, dtype=torch.float32)
     return logits if embedding_bias is None else logits + embedding_bias

@@ -1,15 +1,15 @@
-"""The logit processor that a request asks for, found by its name: SGLang would unpickle what the request holds."""
+"""Finds the logit processor of a request by its name; SGLang itself would unpickle the content of the request."""
 
 from __future__ import annotations
 
 PRUNE_TAIL = "megatron_rl_plugin.PruneTail"
-"""The value that a request has as its custom_logit_processor."""
+"""Value of custom_logit_processor in a request."""
 
 
 def class_named(name: str) -> type:
-    """In the place of SGLang's `_cache_from_str`. Errors: ValueError for any other text."""
+    """Return the processor's class (replaces SGLang's `_cache_from_str`). Errors: ValueError for any other name."""
     if name != PRUNE_TAIL:
-        raise ValueError(f"custom_logit_processor: this server knows {PRUNE_TAIL} alone")
-    from megatron_rl_plugin.pruning import PruneTail  # it imports SGLang's own
+        raise ValueError(f"custom_logit_processor: this server supports only {PRUNE_TAIL}")
+    from megatron_rl_plugin.pruning import PruneTail  # imports SGLang's processors
 
     return PruneTail

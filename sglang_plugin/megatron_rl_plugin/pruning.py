@@ -1,6 +1,6 @@
 """The engine's side of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled.
 
-It also plants a fault, where an experiment asks for one: a floor below which no token's probability falls.
+For experiments it can also add a fault: a floor below which the probability of no token falls.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 class PruneTail(CustomLogitProcessor):
     """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (Li et al., "Taming the Tail", eq. 19).
 
-    custom_params of a request: temperature; log_rho, without which all tokens stay; log_floor, by which z <- max(z, max(z) +
-    log_floor) before. The sampler divides by the temperature afterwards and takes its log-probs from what is left, so those are
-    of the pruned, renormalized policy.
+    custom_params of a request: temperature; log_rho (without it all tokens stay); log_floor, which first sets
+    z to max(z, max(z) + log_floor). Afterwards the sampler divides by the temperature and computes log-probs from the remaining
+    logits, so they belong to the pruned, renormalized policy.
 
-    SGLang keeps one instance for as long as requests stay in a batch and calls it for every token: the parameters of its
-    last call stay on the device.
+    SGLang keeps one instance as long as requests stay in a batch, and calls it for every token. The instance keeps the
+    parameters of the last call on the device.
     """
 
     _found: tuple = ()
+    """Parameters of the last call, with their device."""
     _columns: tuple[torch.Tensor, ...] = ()
+    """The same parameters as tensors."""
     _plain = False
     """True if all temperatures are 1."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """logits: [n, V], changed in place; one entry of custom_param_list for each row."""
+        """Prune logits [n, V] in place. custom_param_list: one entry per row."""
         temperature, log_rho, log_floor = self._parameters(custom_param_list, logits.device)
         maximum = logits.amax(-1, keepdim=True).float()
         if any("log_floor" in row for row in custom_param_list):
             logits.copy_(torch.maximum(logits, maximum + log_floor * temperature))
-        scaled = logits if self._plain else logits / temperature  # as the trainer's kernel compares, to the last bit
+        scaled = logits if self._plain else logits / temperature  # as in the trainer's kernel, to the last bit
         return logits.masked_fill_(scaled < maximum / temperature + log_rho, -torch.inf)
 
     def _parameters(self, rows: list[dict[str, Any]], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """fp32 temperature, log_rho and log_floor, [n, 1] each; [1, 1] where they are those of all rows."""
+        """Return fp32 temperature, log_rho and log_floor, each [n, 1], or [1, 1] if all rows have the same parameters."""
         nothing = -torch.inf
         wanted = [(row["temperature"], row.get("log_rho", nothing), row.get("log_floor", nothing)) for row in rows]
         found = (device, *(wanted if len(set(wanted)) > 1 else wanted[:1]))

@@ -1,4 +1,4 @@
-"""Routes of a reply in as many bytes as expert ids need: a fourth of what SGLang sends through its processes and over HTTP."""
+"""Sends routes with as few bytes as expert ids need: a quarter of the bytes that SGLang sends between processes and by HTTP."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 WIRE_DTYPES = (torch.uint8, torch.int16)
+"""Dtypes of routes in a reply, smallest first."""
 
 
 def compact(routes: Tensor, capturer: Any = None, *_, **__) -> Tensor:
-    """Routes [rows, layers, topk] int32 with the same ids in one byte where all are below 256, else in two.
+    """Convert routes [rows, layers, topk] int32 to one byte per id if all ids are below 256, else to two bytes.
 
-    The number of bytes tells a receiver which. Routes with anything but expert ids (negative numbers, or gates beside them)
-    stay as they are.
-    SGLang calls it after it has read a finished request's rows from its buffer, and then sends the bytes of any tensor.
+    The receiver knows the dtype from the number of bytes. Routes that contain anything else than expert ids (negative numbers,
+    or gates) are not converted. SGLang calls this hook after it has read the rows of a finished request from its buffer, and
+    then sends the bytes of the returned tensor.
     """
     if not routes.numel() or getattr(capturer, "with_gates", False):
         return routes

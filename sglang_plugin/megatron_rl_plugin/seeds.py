@@ -1,8 +1,8 @@
-"""Requests that name a sampling_seed are drawn by it, without SGLang's deterministic kernels.
+"""Makes requests with a sampling_seed use this seed, without SGLang's deterministic kernels.
 
-By itself SGLang heeds the seed under --enable-deterministic-inference alone, which also takes other, slower kernels, so that
-logits do not depend on the batch by one bit. A seed is worth having without: what is drawn no longer depends on how many draws
-came before, and only a draw that falls next to a border between two tokens can turn out otherwise.
+SGLang itself uses the seed only with --enable-deterministic-inference. That option also selects slower kernels, with which no
+bit of the logits depends on the batch. Seeds are useful without these kernels: a draw then does not depend on the number of
+earlier draws. Only a draw very close to the border between two tokens can still differ.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 SEEDS = 1 << 63
+"""Number of possible seeds."""
 
 
 def of_requests(info: Any, cls: type, batch: Any, *_, **__) -> Any:
-    """After SamplingBatchInfo.from_schedule_batch: the seeds of the batch's requests, where one of them has any."""
+    """Set the seeds of a batch if any request has one (hook after SamplingBatchInfo.from_schedule_batch)."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if info.sampling_seed is None and any(seed is not None for seed in seeds):
         filled = [random.randrange(SEEDS) if seed is None else seed for seed in seeds]
@@ -25,7 +26,10 @@ def of_requests(info: Any, cls: type, batch: Any, *_, **__) -> Any:
 
 
 def before_merge(info: Any, other: Any) -> None:
-    """Before SamplingBatchInfo.merge_batch, which joins seeds only if both have them: random ones for those without."""
+    """Draw random seeds for a batch without seeds that is merged with a batch with seeds (hook before merge_batch).
+
+    SamplingBatchInfo.merge_batch joins seeds only if both batches have them.
+    """
     if (info.sampling_seed is None) == (other.sampling_seed is None):
         return
     bare = info if info.sampling_seed is None else other

@@ -1,7 +1,7 @@
-"""Attention sinks of a gpt-oss that is served in fp32, in fp32 too: SGLang keeps them in bf16, whatever --dtype says.
+"""Keeps the attention sinks of gpt-oss in fp32 if the model is served in fp32; SGLang keeps them in bf16 for every --dtype.
 
-A sink between 4 and 8 is then up to 0.016 off, and its share of the attention by 1.6 %; what an update of the trainer adds to
-it may not arrive at all.
+In bf16 a sink between 4 and 8 is wrong by up to 0.016, and its share of the attention by up to 1.6 %. A small change by an
+update of the trainer may be lost completely.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from torch import nn
 
 
 def in_fp32(_result: None, attention: nn.Module, *_, **__) -> None:
-    """Called after `GptOssAttention.__init__`, before any weight is loaded. All kernels that take fp32 take these."""
+    """Make the sinks fp32 (hook after `GptOssAttention.__init__`, before weights are loaded). All fp32 kernels accept them."""
     if attention.qkv_proj.weight.dtype == torch.float32:
         attention.sinks = nn.Parameter(attention.sinks.data.float(), requires_grad=False)

@@ -1,15 +1,18 @@
-"""Records the outputs of a served model's operators for `megatron-rl certify`: a file for each forward pass.
+"""Records the outputs of a served model's operators for `megatron-rl certify`: one file per forward pass.
 
-A server whose model has the key FLAG in its config (--json-model-override-args) writes into that folder. A pass is a file
-`NUMBER-MODE.pt` (torch.save), which is there complete or not at all:
+If the config of the model has the key FLAG (--json-model-override-args), the server writes into this folder. Each pass writes
+one file `NUMBER-MODE.pt` (torch.save), which appears only when it is complete:
 
-    rids         ids of its requests
-    rows         [R] int64: the request of each row, an index of rids
-    positions    [R] int64: the row's position in its sequence, from 0
-    values       {(layer, operator): [R, n]}; layers are counted from 0, None is outside of them
+    rids:        ids of the requests
 
-Of a server on several GPUs its first process writes, and only what it has whole: no heads, no sums that are still to be added
-up. CUDA graphs run no hooks: the server has to be started without them.
+    rows:        [R] int64: request of each row, as an index into rids
+
+    positions:   [R] int64: position of each row in its sequence, from 0
+
+    values:      {(layer, operator): [R, n]}; layers are counted from 0, None is outside of the layers
+
+If a server uses several GPUs, only its first process writes, and only values that it holds completely: no heads, and no partial
+sums. CUDA graphs do not run hooks, so the server must be started without them.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ import torch
 from torch import Tensor, nn
 
 FLAG = "megatron_rl_trace"
-"""Key of a served model's config: the folder."""
+"""Key of a served model's config; its value is the folder of the files."""
 
 EMBEDDING, FINAL_NORM = "embedding", "final norm"
+"""Operators outside of the layers."""
 OF_LAYER = (
     "input norm",
     "qkv projection",
@@ -42,11 +46,12 @@ OF_LAYER = (
     "router",
     "MLP",
 )
-"""Operators of a layer in the order in which they are computed. The four behind `qkv projection` are multi-latent attention's:
-queries' latents (behind their norm, where there are any), queries, latents and the latents' norm. `query` and `key` are
-those that meet, rotated; the router's are the weights of all experts [R, E], 0 for those not chosen."""
+"""Operators of a layer, in the order in which they are computed. The four after `qkv projection` belong to multi-latent
+attention: query latents (after their norm, if the model has them), queries, latents, and the norm of the latents. `query` and
+`key` are the inputs of the attention, after rotation. `router` holds the weights of all experts, [R, E], 0 for experts that
+are not chosen."""
 SHARED_OUT = ("qkv projection", "query projection", "query", "key", "attention", "output projection", "MLP")
-"""Operators of which each GPU of a server has some heads, or a part of the sum."""
+"""Operators for which each GPU of a server holds only some heads, or a part of the sum."""
 _OUTPUTS = {
     "input_layernorm": "input norm",
     "self_attn.qkv_proj": "qkv projection",
@@ -59,14 +64,14 @@ _OUTPUTS = {
     "mlp": "MLP",
     "block_sparse_moe": "MLP",
 }
-"""Module of a layer -> what it puts out."""
+"""Module of a layer -> operator whose output it returns."""
 _INPUTS = {"self_attn.o_proj": "attention", "self_attn.q_b_proj": "query latents"}
-"""Module of a layer -> what its input is."""
+"""Module of a layer -> operator whose output is the input of the module."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
 def after_load(_result: None, runner: Any, *_, **__) -> None:
-    """Called after `ModelRunner.load_model`."""
+    """Start recording if the model's config asks for it (hook after `ModelRunner.load_model`)."""
     folder = getattr(runner.model_config.hf_config, FLAG, None)
     if folder is None or runner.is_draft_worker:
         return
@@ -78,10 +83,10 @@ def after_load(_result: None, runner: Any, *_, **__) -> None:
 
 
 class Trace:
-    """The pass at hand, and the files of those before it."""
+    """Records the current pass, and writes each pass to a file."""
 
     def __init__(self, folder: Path, *, alone: bool) -> None:
-        """alone: this process has the whole model."""
+        """alone: True if this process has the whole model."""
         self.folder, self.alone = folder, alone
         self.number = 0
         self._batch: Any = None
@@ -110,13 +115,13 @@ class Trace:
                 self._output(module, layer, _OUTPUTS[place])
             if place in _INPUTS:
                 module.register_forward_pre_hook(partial(self._see_input, layer, _INPUTS[place]))
-            if place == "self_attn.fused_qkv_a_proj_with_mqa":  # latents of queries, and behind them those of keys
+            if place == "self_attn.fused_qkv_a_proj_with_mqa":  # query latents, then key latents
                 attention = decoder.get_submodule(name.rpartition(".")[0])
                 module.register_forward_hook(partial(self._see_latents, layer, attention.q_lora_rank))
 
     def _output(self, module: nn.Module, layer: int | None, operator: str) -> None:
         def see(_module: nn.Module, _args: tuple, output: Any) -> None:
-            # A norm that adds the residual gives that too; a linear layer its bias.
+            # A norm that adds the residual also returns the sum; a linear layer also returns its bias.
             self.see(layer, operator, output[0] if isinstance(output, tuple) else output)
 
         module.register_forward_hook(see)
@@ -137,13 +142,13 @@ class Trace:
         ids, weights = output.topk_ids.long(), output.topk_weights.float()
         if not getattr(
             block, "routed_scaling_factor_fused_in_topk", False
-        ):  # the block scales what its experts put out
+        ):  # the block scales the outputs of its experts
             weights = weights * getattr(block, "routed_scaling_factor", 1.0)
         experts = weights.new_zeros(len(ids), output.router_logits.shape[-1])
         self.see(layer, "router", experts.scatter_(1, ids, weights))
 
     def see(self, layer: int | None, operator: str, value: Tensor) -> None:
-        """Keep an operator's output [R, ...] of the pass at hand: what comes later may change it in place."""
+        """Store a copy of an operator's output [R, ...] in the current pass, because later operators may change it in place."""
         if self._batch is not None and (self.alone or operator not in SHARED_OUT):
             self._values[layer, operator] = value.detach().reshape(len(value), -1).cpu().clone()
 

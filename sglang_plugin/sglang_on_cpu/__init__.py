@@ -1,8 +1,8 @@
-"""`python -m sglang_on_cpu ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS` on a machine without a GPU.
+"""SGLang's server on a machine without a GPU: `python -m sglang_on_cpu ARGUMENTS` replaces `python -m sglang.launch_server`.
 
-The folder `stand_ins/` is put first on that process's path, and so on that of its children. It holds what SGLang finds in the
-place of the packages `flashinfer`, `sgl_kernel` and `torch_memory_saver`; `replacements.py` has the rest. Nothing here is used
-on a machine with CUDA: there nobody starts this module, and `import sgl_kernel` finds the real one.
+The program puts the folder `stand_ins/` first on its path, and its children inherit the path. The folder holds stand-ins for
+the packages `flashinfer`, `sgl_kernel` and `torch_memory_saver`; `replacements.py` has the other replacements. A machine with
+CUDA uses none of this: nothing starts this module there, and `import sgl_kernel` finds the real package.
 """
 
 from __future__ import annotations
@@ -12,74 +12,78 @@ import sys
 from pathlib import Path
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+"""Folder of the stand-in packages."""
 
 REPLACED = {
     "package sgl_kernel": (
-        "loads libcuda at import; the stand-in has the names that SGLang imports everywhere, and none of its operators,"
-        " so that SGLang takes its torch-native paths"
+        "the real package loads libcuda at import; the stand-in has the names that SGLang always imports, but no operators,"
+        " so that SGLang uses its torch-native code"
     ),
     "package flashinfer": (
-        "a fifth of the time in which SGLang imports what it needs, for kernels that a CPU does not have; the stand-in is a"
-        " package that cannot be imported"
+        "the real package takes a fifth of SGLang's import time, for kernels that a CPU does not have; the stand-in cannot be"
+        " imported, so that SGLang does without it"
     ),
     "package torch_memory_saver": (
-        "takes over the allocator of CUDA; the stand-in frees the same memory while a colocated server sleeps, and whoever"
-        " computes with it meanwhile ends the process"
+        "the real package replaces CUDA's allocator; the stand-in frees the same memory while a colocated server sleeps, and"
+        " a process that reads this memory meanwhile is killed"
     ),
     "multiprocessing.set_start_method": (
-        "SGLang spawns its processes, as CUDA wants, and each spends 9 s of a core on its imports; forked ones have them"
-        " already"
+        "SGLang spawns its processes, as CUDA requires, and each of them spends 9 s of a core on imports; forked processes"
+        " already have the imports"
     ),
-    "torch.cuda.synchronize": "a release of memory waits for the device that torch is built for; here there is none",
+    "torch.cuda.synchronize": "SGLang waits for the CUDA device when it releases memory; here there is no device",
     "aten::mm on CPU tensors": (
-        "MKL is slow on some processors, above all for the few rows of a decode; oneDNN takes large fp32 weights"
-        " (sglang_on_cpu/matmul.py)"
+        "MKL is slow on some processors, above all for the few rows of a decode; oneDNN multiplies large fp32 weights"
+        " instead (sglang_on_cpu/matmul.py)"
     ),
     "sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS['cpu']": (
-        "the capture of routed experts pins its host buffer with cudaHostRegister; here it is plain memory"
+        "the capture of routed experts pins its host buffer with cudaHostRegister; here the buffer is plain memory"
     ),
     "attention backend 'torch_native'": (
-        "loops over requests in Python and knows no attention sinks; replaced by padded batches with sinks and windows"
+        "the original loops over requests in Python and does not support attention sinks; the replacement uses padded batches"
+        " and supports sinks and windows"
     ),
     "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (
-        "a dozen operators an expert, and torch.compile at gpt-oss's first request; replaced by two products an expert"
+        "the original runs a dozen operators per expert, and torch.compile at the first request of gpt-oss; the replacement"
+        " runs two products per expert"
     ),
     "sglang.srt.layers.sampler.multinomial_with_seed": (
-        "hashes every place of the vocabulary, by an operator of sgl_kernel and under torch.compile; here one number a row"
+        "the original hashes every vocabulary entry, with an operator of sgl_kernel and torch.compile; the replacement draws"
+        " one random number per row"
     ),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": (
-        "asserts that MLA models have a rope scaling; without one (Moonlight) the version of the other devices is taken"
+        "the original asserts that MLA models have a rope scaling; without it (Moonlight) the version for other devices is used"
     ),
     "sglang.srt.models.deepseek_common.attention_backend_handler['torch_native']": (
-        "prefill of MLA would take a path for kernels over unpadded keys; absorbed MLA reads the cache, as decode does"
+        "prefill of MLA would use a path for kernels over unpadded keys; absorbed MLA reads the cache, as decode does"
     ),
     "torch in sglang.srt.lora.layers and .backend.torch_backend, and Tensor.pin_memory": (
-        "adapters' layers pin host tensors, for which torch looks for a driver; here nothing is pinned"
+        "adapter layers pin host tensors, for which torch needs a driver; here nothing is pinned"
     ),
     "sglang.srt.arg_groups.model_hook.attention_backends_of": (
-        "refuses torch_native for gpt-oss for want of sinks and windows, which the replacement has"
+        "the original refuses torch_native for gpt-oss, because it lacks sinks and windows; the replacement supports both"
     ),
 }
-"""Every place of SGLang that is replaced, and why."""
+"""Every replaced part of SGLang, with the reason."""
 
 FLAGS = [
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
-    *("--moe-runner-backend", "triton"),  # a name alone: without it gpt-oss lays its experts out for GPU kernels
-    "--disable-overlap-schedule",  # there is no second processor that its bookkeeping could overlap with
+    *("--moe-runner-backend", "triton"),  # only a name: prevents gpt-oss's layout for GPU kernels
+    "--disable-overlap-schedule",  # without a GPU there is nothing to overlap with
     "--sleep-on-idle",  # otherwise the scheduler polls: one core busy while the trainer needs it
     "--skip-server-warmup",
 ]
-"""Flags that come before those of the command line, which overrule them."""
+"""Flags that precede the flags of the command line, which override them."""
 
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment variables that are set where nobody else has. Threads that wait for each other must sleep: spinning ones starve
-the thread that they wait for as soon as another process (the trainer) wants a core; measured 20 times slower."""
+"""Environment variables that are set unless they are set already. Waiting threads must sleep. Spinning threads starve the
+thread that they wait for as soon as another process (the trainer) needs a core; this was measured to be 20 times slower."""
 
 
 def prepare() -> None:
-    """Have this process and its children find the stand-ins and ENVIRONMENT. Call it before torch is imported."""
+    """Set up stand-ins and ENVIRONMENT for this process and its children. Call it before torch is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(STAND_INS))

@@ -1,4 +1,4 @@
-"""Starts the server."""
+"""Starts SGLang's server with the stand-ins and replacements of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from sglang_on_cpu import FLAGS, prepare
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000, 20, 20)  # a quarter of the time of the imports was garbage collection, which found none
+    gc.set_threshold(100_000, 20, 20)  # a quarter of the import time was garbage collection, which found nothing
     prepare()
     from sglang_on_cpu import replacements
 

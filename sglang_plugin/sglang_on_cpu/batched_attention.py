@@ -1,7 +1,7 @@
 """Attention over SGLang's paged key-value cache in plain torch, all requests of a batch at once.
 
-SGLang's `torch_native` backend loops over the requests in Python and knows no attention sinks. This one gathers the
-keys of many requests into one padded block and calls scaled_dot_product_attention on it once.
+SGLang's `torch_native` backend loops over the requests in Python and does not support attention sinks. This backend gathers
+the keys of many requests into one padded block and calls scaled_dot_product_attention on it once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
 MAX_MASK_ELEMENTS = 1 << 22
-"""Padded [requests, query tokens, key tokens] elements of one call: bounds the memory that padding takes."""
+"""Largest number of padded [requests, query tokens, key tokens] elements of one call, which bounds the memory of padding."""
 
 
 class Block:
-    """Requests that are attended to together, padded to the longest of them.
+    """Requests that are computed together, padded to the longest one.
 
-    query_rows [B, Q] rows of the batch's query tensor (padding points at row 0); key_slots [B, K] slots in the
-    key-value cache; visible [B, Q, K] bool; valid [B, Q] bool, or None where no query is padding.
+    query_rows: [B, Q], rows of the batch's query tensor (row 0 for padding); key_slots: [B, K], slots in the key-value cache;
+    visible: [B, Q, K] bool, or None if every query sees every key; valid: [B, Q] bool, or None if no query is padding.
     """
 
     def __init__(self, query_starts, query_lens, key_lens, key_slots):
@@ -33,7 +33,7 @@ class Block:
         if int(query_lens.min()) < queries:
             self.valid = step < query_lens[:, None]
             self.query_rows = self.query_rows * self.valid
-        # Position of a query in its sequence: the new tokens are the last ones.
+        # Positions of the queries in their sequence: the new tokens are the last ones.
         self.query_positions = (key_lens - query_lens)[:, None] + step
         self.key_positions = torch.arange(keys)
         self.visible = self.key_positions <= self.query_positions[:, :, None]
@@ -41,7 +41,7 @@ class Block:
             self.visible = None
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """[B, Q, K] bool, or None where every query sees every key. SGLang's window w: i sees keys i - w <= j <= i."""
+        """Return the mask [B, Q, K] bool, or None if every query sees every key. Query i sees keys i - window <= j <= i."""
         if window is None:
             return self.visible
         near = self.key_positions >= self.query_positions[:, :, None] - window
@@ -49,7 +49,7 @@ class Block:
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
-    """Drop-in for the `torch_native` backend; cross-attention and encoders go to the original."""
+    """Replaces the `torch_native` backend; cross-attention and encoders use the original."""
 
     def init_forward_metadata(self, forward_batch):
         super().init_forward_metadata(forward_batch)
@@ -71,7 +71,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
     @staticmethod
     def _split(query_lens: torch.Tensor, key_lens: torch.Tensor) -> list[torch.Tensor]:
-        """Requests sorted by size and cut so that a block's padded size stays under MAX_MASK_ELEMENTS."""
+        """Sort requests by size and split them so that the padded size of a block is at most MAX_MASK_ELEMENTS."""
         count = len(key_lens)
         if count * int(query_lens.max()) * int(key_lens.max()) <= MAX_MASK_ELEMENTS:
             return [torch.arange(count)]
@@ -86,7 +86,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return groups
 
     def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks):
-        """Q [T, H * D] -> [T, H * Dv]."""
+        """Compute attention of q [T, H * D] over the cache: [T, H * Dv]."""
         pool, heads, kv_heads = self.token_to_kv_pool, layer.tp_q_head_num, layer.tp_k_head_num
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
@@ -95,14 +95,14 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         window = layer.sliding_window_size if (layer.sliding_window_size or -1) > -1 else None
         group = heads // kv_heads
-        if (attend := getattr(layer, "attend", None)) is not None:  # its own operator (megatron_rl_plugin/identical.py)
+        if (attend := getattr(layer, "attend", None)) is not None:  # operator of megatron_rl_plugin/identical.py
             return self._attend_by(attend, q, keys, values, layer, window, sinks).view(-1, heads * layer.v_head_dim)
         for block in self.blocks:
             slots = block.key_slots
             if self.use_sliding_window_kv_pool and pool_of_window(pool, layer):
                 slots = pool.translate_loc_from_full_to_swa(slots.reshape(-1)).view_as(slots)
             batch, queries = block.query_rows.shape
-            # [B, Q, Hkv, G, D] -> [B, Hkv, G * Q, D]: the heads that share a key head become its queries.
+            # [B, Q, Hkv, G, D] -> [B, Hkv, G * Q, D]: heads that share a key head become queries of this head.
             rows = q[block.query_rows].view(batch, queries, kv_heads, group, -1)
             rows = rows.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * queries, -1)
             block_keys = keys[slots].transpose(1, 2).to(q.dtype)
@@ -122,7 +122,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return out.view(-1, heads * layer.v_head_dim)
 
     def _attend_by(self, attend, q, keys, values, layer, window, sinks):
-        """Q [T, H, D] -> [T, H, Dv], all requests as one pack: query rows follow each other as their requests do."""
+        """Compute attention of q [T, H, D] by `attend`: [T, H, Dv], with all requests packed in the order of the batch."""
         slots = self.packed_slots
         if self.use_sliding_window_kv_pool and pool_of_window(self.token_to_kv_pool, layer):
             slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
@@ -145,12 +145,12 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 
 def pool_of_window(pool, layer) -> bool:
-    """True if the layer's keys are in the pool of those with a window."""
+    """Return True if the keys of the layer are in the pool of layers with a sliding window."""
     return pool.layers_mapping[layer.layer_id][1]
 
 
 def _with_sink(mask, keys, values, sinks, queries):
-    """A sink is one more logit without a value: a zero key and a zero value whose additive mask is the sink itself."""
+    """Append a sink to mask, keys and values: a zero key and a zero value whose additive mask is the sink logit."""
     batch, kv_heads, length, _ = keys.shape
     rows = len(sinks) // kv_heads * queries
     bias = keys.new_zeros(batch, kv_heads, rows, length + 1)

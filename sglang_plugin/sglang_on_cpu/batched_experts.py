@@ -1,4 +1,4 @@
-"""Experts on the CPU: rows sorted by expert, two matrix products an expert, everything else once over all rows."""
+"""Experts on the CPU: rows sorted by expert, two matrix products per expert, everything else once over all rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 
 def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config) -> torch.Tensor:
-    """Same contract as SGLang's `moe_forward_native`, which does what this one does not know.
+    """Compute the MoE layer like SGLang's `moe_forward_native`, which still handles unsupported options.
 
-    x [T, d]; layer.w13_weight [E, 2i, d] and layer.w2_weight [E, d, i], biases fp32 or none; returns [T, d]. The
-    original runs a dozen operators an expert, and for gpt-oss compiles its activation at the first request.
+    x: [T, d]; layer.w13_weight: [E, 2i, d]; layer.w2_weight: [E, d, i]; biases: fp32 or none. Returns [T, d]. The original
+    runs a dozen operators per expert, and for gpt-oss compiles its activation at the first request.
     """
     if config.apply_router_weight_on_input or config.activation != "silu":
         return original(layer, x, topk_output, config)
@@ -27,12 +27,12 @@ def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config)
     out = _add_bias(out, getattr(layer, "w2_weight_bias", None), experts)
     unsorted = torch.empty_like(out)
     unsorted[order] = out
-    # The router's weights are fp32: products and sum are too.
+    # The router's weights are fp32, so products and sum are fp32 too.
     return (unsorted.view(rows, topk, -1) * weights[..., None]).sum(1).to(x.dtype)
 
 
 def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """X [T, n] sorted by expert, weight [E, m, n], counts [E] rows of each -> [T, m]."""
+    """Multiply x [T, n], sorted by expert, by each expert's weight [m, n] transposed: [T, m]. counts: rows per expert."""
     out = x.new_empty(len(x), weight.shape[1])
     start = 0
     for expert, count in enumerate(counts):
@@ -47,7 +47,7 @@ def _add_bias(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor)
 
 
 def _swiglu(x: torch.Tensor, alpha: float | None, limit: float | None) -> torch.Tensor:
-    """[T, 2i] -> [T, i]. With alpha it is that of gpt-oss: interleaved, clamped, sigmoid(alpha * gate), up + 1."""
+    """Apply SwiGLU: [T, 2i] -> [T, i]. With alpha, as in gpt-oss: interleaved, clamped, sigmoid(alpha * gate), up + 1."""
     if alpha is None:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -1,7 +1,7 @@
-"""Products with large fp32 weight matrices on the CPU by oneDNN, where torch would ask MKL; those in bf16 through fp32.
+"""Faster matrix products on the CPU: oneDNN instead of MKL for large fp32 weights, and fp32 instead of bf16.
 
-The latter on processors that have no instructions for bf16, on which torch's own loops are many times slower.
-benchmarks/matmul.py measures both (docs/results.md). A trainer without a GPU uses them too.
+bf16 products go through fp32 on processors without bf16 instructions, because torch's own loops are many times slower there.
+benchmarks/matmul.py measures both (docs/results.md). A trainer without a GPU uses these products too.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from functools import cache
 import torch
 
 LARGE = 1 << 19
-"""Elements of a weight matrix from which oneDNN wins; below it the set-up of a call counts."""
+"""Smallest number of weight elements for which oneDNN is faster; below it the set-up of a call dominates."""
 FEW_ROWS = 32
-"""Up to so many rows the weight is the left factor: it is then streamed once, without being packed."""
+"""Up to this number of rows the weight is the left factor, so that it is read once without being packed."""
 
 
 MANY_ROWS = 64
-"""From so many rows on a copy of the weight in fp32 is worth it."""
+"""Smallest number of rows for which an fp32 copy of a bf16 weight pays off."""
 
 
 @cache
 def slow_bf16() -> bool:
-    """True if this processor has no instructions for bf16 that oneDNN knows."""
+    """Return True if this processor has no bf16 instructions that oneDNN can use."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
 def install() -> torch.library.Library | None:
-    """Replace aten::mm on CPU tensors, for this process. The result keeps the replacement alive; None without oneDNN."""
+    """Replace aten::mm on CPU tensors in this process. The returned object keeps the replacement alive; None without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return None
     library = torch.library.Library("aten", "IMPL")
@@ -37,15 +37,15 @@ def install() -> torch.library.Library | None:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A [M, K] @ b [K, N]. Weight gradients (a transposed) and all that is small or not fp32 stay with torch's choice."""
+    """Return a [M, K] @ b [K, N]. Weight gradients (a transposed), small products and other dtypes use torch's choice."""
     if a.dtype is b.dtype is torch.float32 and b.numel() >= LARGE and a.stride(1) == 1 and a.shape[1] == b.shape[0]:
         if a.shape[0] > FEW_ROWS:
             return _linear(a, b.t())
-        if a.shape[0] and b.stride(0) == 1:  # a row-major b, as for input gradients, would have to be turned round
+        if a.shape[0] and b.stride(0) == 1:  # a row-major b (input gradients) would need a transposed copy
             return _linear(b.t(), a).t().contiguous()
     if a.dtype is b.dtype is torch.bfloat16 and min(a.shape[0], a.shape[1]) >= MANY_ROWS and slow_bf16():
-        return mm(a.float(), b.float()).bfloat16()  # sums are in fp32 either way
-    return torch.mm(a, b, out=a.new_empty(0))  # the kernel of mm.out is not replaced, and sizes an empty result itself
+        return mm(a.float(), b.float()).bfloat16()  # both ways sum in fp32
+    return torch.mm(a, b, out=a.new_empty(0))  # the kernel of mm.out is not replaced
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What SGLang lacks where there is no GPU; `REPLACED` in __init__.py lists every place with its reason."""
+"""Replacements inside SGLang for a machine without a GPU; `REPLACED` in __init__.py lists each one with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 
 def install() -> None:
-    """Replace the places of REPLACED, in this process and those that it forks. Call it before SGLang loads its plugins."""
+    """Install the replacements in this process and its forks. Call it before SGLang loads its plugins."""
     import torch
     from sglang.srt.arg_groups import model_hook
 
@@ -17,13 +17,13 @@ def install() -> None:
         "triton" if name == "torch_native" else name for name in backends_of(view)
     )
     multiprocessing.set_start_method = partial(_fork, multiprocessing.set_start_method)
-    # A fork's thread pool is made anew by the first who wants it: two threads that load weights may both be first, and fail.
+    # A fork creates its thread pool on first use. If two threads load weights at once, both may create it and fail.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     _install_in_scheduler()
 
 
 def _fork(set_start_method, method, force=False):
-    """Without a context of CUDA the processes can start with what the first one has imported, instead of importing it again."""
+    """Set the start method to fork: without a CUDA context, child processes can reuse the imports of the first process."""
     set_start_method("fork", force)
 
 
@@ -57,7 +57,7 @@ def _install_in_scheduler() -> None:
 
 
 class Unpinned:
-    """torch for modules that pin their host tensors: adapters' layers, which look for a GPU to do so."""
+    """Proxy of torch for modules that pin host tensors (adapter layers), which would need a GPU driver."""
 
     def __init__(self, torch):
         self._torch = torch
@@ -74,7 +74,7 @@ class Unpinned:
 
 
 def allocate_unpinned(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-    """Host buffer without cudaHostRegister: pinning means nothing where there is no GPU."""
+    """Allocate a host buffer without cudaHostRegister, because pinning has no use without a GPU."""
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
@@ -91,6 +91,6 @@ def rope_on_cpu(
     partial_rotary_factor=1.0,
     device=None,
 ):
-    """MLA without rope scaling (Moonlight): SGLang's CPU version asserts that there is one."""
+    """Return the rotary embedding. Without rope scaling (Moonlight) use the general version: the CPU version requires it."""
     common = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
     return get_rope(*common) if rope_scaling is None else original(*common, device)

@@ -98,7 +98,7 @@ def test_behind_other_tokens_nothing_is_compared(rng):
     other[2].log_probs[place:] += 1.0
     found = compare(side, other)
     assert found.otherwise == 1 and found.first is None and not found.equal
-    assert "1 of 4 sequences have other tokens" in outcome(found)
+    assert "in 1 of 4 sequences the tokens differ" in outcome(found)
     rows = sum(len(r.positions) for n, r in side.items() if n != 2) + min(place, len(one.positions))
     assert all(difference.rows == rows for difference in found.places.values())
 
@@ -188,7 +188,7 @@ def test_the_page_names_the_step_and_the_place(rng):
     sections = config.model, config.precision, config.parallel, config.rollout.server
     facts = facts_of(*sections, {"torch": "2"})
     assert verdict(True, steps).startswith("Not equal: trainer = decode: unequal, first 'MLP norm' of layer 1: 1 of")
-    assert "is off, so that this is a report" in verdict(False, steps)
+    assert "is off, so this is only a report" in verdict(False, steps)
     text = page(config.name, facts, True, steps)
     [line] = [line for line in text.splitlines() if line.startswith("| MLP norm |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]

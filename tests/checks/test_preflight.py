@@ -200,7 +200,7 @@ REFUSED = {
     ),
     "a laxer engine": (
         {"pruning": {"enabled": True, "rho": 1e-4, "engine_rho": 1e-5}},
-        "engine_rho = 1e-05 is below rho = 0.0001: .*ratio 0 and teach nothing; set engine_rho: null, or above rho",
+        "engine_rho = 1e-05 is below rho = 0.0001: .*ratio 0 and no gradient; set engine_rho: null, or above rho",
     ),
     "measured twice": (
         {"pruning": {"enabled": True, "measure": True}},
@@ -234,14 +234,14 @@ REFUSED = {
     ),
     "top_p alone": (
         {"rollout": {"sampling": {"top_p": 0.9}}},
-        "top_p = 0.9 with top_k = -1: the engine names the tokens that it kept.*set top_k: 1024, or truncate with pruning",
+        "top_p = 0.9 with top_k = -1: the engine returns the kept tokens only.*set top_k: 1024, or truncate with pruning",
     ),
     "greedy top_k": ({"rollout": {"sampling": {"top_k": 1}}}, "top_k = 1: .*set top_k: 2"),
     "too many": ({"rollout": {"sampling": {"top_k": 5000}}}, "top_k = 5000: .*set top_k: 1024"),
-    "no tokens": ({"rollout": {"sampling": {"top_k": 0}}}, "top_k = 0: -1 keeps all tokens"),
+    "no tokens": ({"rollout": {"sampling": {"top_k": 0}}}, "top_k = 0: set -1 to keep all tokens"),
     "two truncations": (
         {"rollout": {"sampling": {"top_p": 0.9, "top_k": 50}}, "pruning": {"enabled": True}},
-        "two truncations.*set top_p: 1.0 and top_k: -1, or pruning.enabled: false",
+        "only one kind of truncation.*set top_p: 1.0 and top_k: -1, or pruning.enabled: false",
     ),
 }
 

@@ -215,7 +215,9 @@ def test_an_engine_that_is_not_batch_invariant_is_found(config, tiny_model, tmp_
         assert by_name[name]["first"] == broken, (family, name, by_name[name]["first"])
     assert by_name["trainer: alone = among others"]["equal"]
     said = capsys.readouterr().out
-    assert "Not equal: engine: " in said and "Trainer and engine part at 'output projection' of layer 1." in said
+    assert (
+        "Not equal: engine: " in said and "Trainer and engine first differ at 'output projection' of layer 1." in said
+    )
 
 
 def test_without_identical_it_is_a_report(config, capsys):
@@ -224,7 +226,7 @@ def test_without_identical_it_is_a_report(config, capsys):
     )
     last = found["steps"][-1]
     assert not found["equal"] and last["first"]["operator"] in OPERATORS and last["log_probs"]["rows"] > 50
-    assert "`precision.identical` is off, so that this is a report" in page
+    assert "`precision.identical` is off, so this is only a report" in page
     assert f"first '{last['first']['operator']}' of layer {last['first']['layer']}" in capsys.readouterr().out
 
 

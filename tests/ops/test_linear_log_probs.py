@@ -172,7 +172,7 @@ def test_a_loss_that_is_no_sum_over_tokens_is_named():
         return torch.exp(log_probs.mean())
 
     out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=gspo)
-    with pytest.raises(RuntimeError, match="not token_loss's times one number.*leave token_loss out"):
+    with pytest.raises(RuntimeError, match="not the gradient of token_loss times one number.*leave token_loss out"):
         gspo(out.log_probs[targets != -100], None, None).backward()
     out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8)
     gspo(out.log_probs[targets != -100], None, None).backward()
@@ -203,7 +203,7 @@ def test_errors_wait_until_they_are_looked_at():
         late.look()
     out = linear_log_probs(hidden, weight, targets, **options, token_loss=lambda log_probs, *_: log_probs.mean().exp())
     out.log_probs[options["rows"]].mean().exp().backward()
-    with pytest.raises(RuntimeError, match="not token_loss's times one number"):
+    with pytest.raises(RuntimeError, match="not the gradient of token_loss times one number"):
         late.look()
     late.look()  # what was said is not said again
 
@@ -217,7 +217,7 @@ def test_each_tokens_gradient_is_compared(change):
     out = linear_log_probs(
         hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=lambda x, _, rows: (x * scale[rows]).sum()
     )
-    with pytest.raises(RuntimeError, match="not token_loss's times one number"):
+    with pytest.raises(RuntimeError, match="not the gradient of token_loss times one number"):
         (out.log_probs * came).sum().backward()
 
 

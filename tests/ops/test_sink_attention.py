@@ -241,7 +241,10 @@ BAD = {
     "cu_seqlens too short": ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens must run from 0 to 8 tokens, not to 4"),
     "cu_seqlens not from 0": ({"cu_seqlens": torch.tensor([1, 8])}, "cu_seqlens starts at 1"),
     "cu_seqlens falls": ({"cu_seqlens": torch.tensor([0, 6, 4, 8])}, "cu_seqlens falls after entry 1"),
-    "cu_seqlens empty": ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be integers \[S \+ 1\]"),
+    "cu_seqlens empty": (
+        {"cu_seqlens": torch.zeros(0, dtype=torch.int32)},
+        r"cu_seqlens must be integers of shape \[S \+ 1\]",
+    ),
     "cu_seqlens float": ({"cu_seqlens": torch.tensor([0.0, 8.0])}, "cu_seqlens must be integers"),
     "more queries than keys": ({"cu_seqlens_k": torch.tensor([0, 3, 8])}, "sequence 0 has more queries than keys"),
     "borders of another length": ({"cu_seqlens_k": torch.tensor([0, 8])}, "differ in length"),

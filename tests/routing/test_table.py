@@ -42,10 +42,10 @@ BAD = {
     "k": (lambda r: np.concatenate([r, r[:, :, :1]], -1), "3 experts a token, the model wants 2"),
     "tokens": (lambda r: r[:-1], "4 input tokens, the model wants 5"),
     "dimensions": (lambda r: r[0], "2 dimensions|3 input tokens"),
-    "dtype": (lambda r: r.astype(np.int16), "int16, those of 8 experts are uint8"),
+    "dtype": (lambda r: r.astype(np.int16), "int16, but 8 experts need uint8"),
     "out of range": (set_at((0, 0, 1), 8), "expert 8, the model has 8"),
     "twice": (set_at((0, 0), 4), "twice"),
-    "half a route": (set_at((0, 0, 0), 255), "a part of its experts"),
+    "half a route": (set_at((0, 0, 0), 255), "only a part of its experts"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Megatron-Core and Megatron-Bridge without a GPU; `megatron_rl.platform.activate()` switches it on."""
+"""Makes Megatron-Core and Megatron-Bridge run without a GPU; `megatron_rl.platform.activate()` turns it on."""

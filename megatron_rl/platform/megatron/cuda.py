@@ -1,8 +1,8 @@
 """Counterparts, on the CPU, of the `torch.cuda` names that Megatron uses.
 
-Modules of `megatron.*` see this module where their source says `torch.cuda` (see rules.py); nothing else does.
-`is_available` stays honest. The names of `NO_COUNTERPART` are torch's own (classes that are named in annotations,
-functions that raise torch's error when they are called); it says for each why no training without a GPU needs it.
+In rewritten modules of `megatron.*` this module replaces `torch.cuda` (see rules.py); no other code uses it. `is_available`
+still returns False. The names of `NO_COUNTERPART` remain torch's own: classes that are used in annotations, and functions that
+raise torch's error when they are called. For each name the table says why training without a GPU does not need it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_COUNTERPART = {
     "device_memory_used": "inference engine",
     "_sleep": "CUDA graph warm-up",
 }
-"""Name -> why no run without a GPU needs it."""
+"""Name -> reason why no run without a GPU needs it."""
 
 
 # --- devices ------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def is_initialized() -> bool:
 
 
 def current_device() -> torch.device:
-    """A device that fits wherever Megatron passes the index of its GPU."""
+    """Return the CPU device, which works wherever Megatron passes the index of its GPU."""
     return _CPU
 
 
@@ -77,7 +77,7 @@ def synchronize(device: Any = None) -> None:
 
 
 class Stream(contextlib.nullcontext):
-    """A stream that does nothing; work runs where it is issued, in order."""
+    """A stream that does nothing; work runs in the order in which it is issued."""
 
     device = _CPU
 
@@ -107,7 +107,7 @@ class Stream(contextlib.nullcontext):
 
 
 class Event:
-    """An event that has always happened; elapsed_time is wall-clock time in milliseconds."""
+    """An event that is always complete; elapsed_time is wall-clock time in milliseconds."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._time = 0.0
@@ -213,13 +213,13 @@ OutOfMemoryError = torch.cuda.OutOfMemoryError
 
 
 def for_host(copy: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Mark what is on the host where there is a GPU; `like`: only if this is marked."""
-    copy.for_host = like is None or not on_device(like)  # pyright: ignore[reportAttributeAccessIssue]: a mark of ours
+    """Mark a copy that would be on the host if there were a GPU. like: mark the copy only if this tensor is marked."""
+    copy.for_host = like is None or not on_device(like)  # pyright: ignore[reportAttributeAccessIssue]: mark of megatron_rl
     return copy
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """True if a tensor would be on the GPU, which everything is that was not marked."""
+    """Return True if a tensor would be on the GPU, that is, if it was not marked by `for_host`."""
     return not getattr(tensor, "for_host", False)
 
 
@@ -251,11 +251,11 @@ amp = SimpleNamespace(
 
 
 def leave_eager(function: Any = None, **kwargs: Any) -> Any:
-    """In place of `torch.compile`: without a GPU, compiling Megatron's small fusions costs more than they do."""
+    """Return the function unchanged (replaces `torch.compile`): on a CPU compiling Megatron's small fusions does not pay."""
     return function if function is not None else lambda decorated: decorated
 
 
 def __getattr__(name: str) -> Any:
     if name in NO_COUNTERPART:
         return getattr(torch.cuda, name, None) or getattr(torch.cuda.memory, name)
-    raise AttributeError(f"Megatron reached torch.cuda.{name}, which megatron_rl.platform has no counterpart for")
+    raise AttributeError(f"Megatron used torch.cuda.{name}, for which megatron_rl.platform has no counterpart")

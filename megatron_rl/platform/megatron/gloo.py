@@ -9,7 +9,7 @@ import torch.distributed as dist
 def all_gather_uneven(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`all_gather` of tensors `[n_r, ...]` whose first dimension differs between ranks; outputs[r] is `[n_r, ...]`."""
+    """Gather tensors `[n_r, ...]` whose first dimension differs between ranks. outputs[r] has the shape `[n_r, ...]`."""
     longest = max(output.shape[0] for output in outputs)
     if all(output.shape[0] == longest for output in outputs):
         dist.all_gather(outputs, tensor.contiguous(), group=group)

@@ -1,4 +1,4 @@
-"""Import hook: modules of `megatron.*` are compiled from their rewritten source (rules.py) and cached as bytecode."""
+"""Import hook that compiles modules of `megatron.*` from their rewritten source (rules.py) and caches the bytecode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RULES_HASH = hashlib.sha256(Path(rules.__file__).read_bytes()).hexdigest()[:12]
 
 
 class RewritingLoader(SourceFileLoader):
-    """Loads one module of Megatron with the rules applied for what is missing."""
+    """Loads one module of Megatron and applies the rules for the missing parts."""
 
     def __init__(self, fullname: str, path: str, missing: frozenset[rules.Missing]):
         super().__init__(fullname, path)
@@ -38,7 +38,7 @@ class RewritingLoader(SourceFileLoader):
             return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> CodeType:
-        """The cached bytecode, if it belongs to this source file and these rules; else compile and cache it."""
+        """Return the cached bytecode if it belongs to this source file and these rules; otherwise compile and cache it."""
         path = self.get_filename(fullname)
         stat = os.stat(path)
         header = struct.pack("<qq", stat.st_mtime_ns, stat.st_size)
@@ -53,7 +53,7 @@ class RewritingLoader(SourceFileLoader):
         return code
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Make the empty module, with our counterpart of torch.cuda in it where there is no GPU."""
+        """Create the empty module; without a GPU, add the counterpart of torch.cuda."""
         module = ModuleType(spec.name)
         if "GPU" in self.missing:
             setattr(module, rules.SHIM, cuda)
@@ -61,7 +61,7 @@ class RewritingLoader(SourceFileLoader):
 
 
 def cache_paths(source: str, missing: frozenset[rules.Missing]) -> list[Path]:
-    """Where a module's bytecode may lie: beside Python's own, or in the user's cache where that cannot be written."""
+    """Return possible paths of a module's bytecode: next to Python's own, then the user's cache for read-only installs."""
     beside = Path(importlib.util.cache_from_source(source))
     without = "-".join(sorted(part.replace(" ", "").lower() for part in missing))
     name = f"{beside.stem}.without-{without}-{_RULES_HASH}.pyc"
@@ -71,7 +71,7 @@ def cache_paths(source: str, missing: frozenset[rules.Missing]) -> list[Path]:
 
 
 def _store(data: bytes, paths: list[Path]) -> None:
-    """Write to the first path that takes it; complete or not at all, whatever other processes do."""
+    """Write to the first writable path, atomically: other processes never see an incomplete file."""
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _store(data: bytes, paths: list[Path]) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds `megatron.*` as Python would, and gives to RewritingLoader what may have to be rewritten."""
+    """Finds `megatron.*` like Python does, and uses RewritingLoader for modules that may need changes."""
 
     def __init__(self, missing: frozenset[rules.Missing]):
         self.missing = missing
@@ -97,7 +97,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of Megatron that may have to be rewritten; None for all others."""
+        """Find a module of Megatron that may need changes; return None for all others."""
         if not fullname.startswith(PREFIX) or not rules.concerns(fullname, self.missing):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -107,10 +107,10 @@ class Finder(MetaPathFinder):
 
 
 def installed() -> Finder | None:
-    """The finder of this process, if one was installed."""
+    """Return the finder of this process, or None if none was installed."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
 
 
 def install(missing: frozenset[rules.Missing]) -> None:
-    """Rewrite for what is missing every module of Megatron that is imported from here on."""
+    """Rewrite every module of Megatron that is imported from now on, for the missing parts."""
     sys.meta_path.insert(0, Finder(missing))

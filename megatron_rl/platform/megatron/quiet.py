@@ -1,4 +1,4 @@
-"""Silences what Megatron says at start-up that a user without a GPU can do nothing about. One narrow filter each."""
+"""Silences messages of Megatron at start-up that a user without a GPU cannot act on, with one narrow filter each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG_LINES = {
 
 
 def silence() -> None:
-    """Install the filters, for this process."""
+    """Install the filters in this process."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)
     for name, start in LOG_LINES.items():

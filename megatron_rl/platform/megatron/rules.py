@@ -1,9 +1,9 @@
-"""How the source of `megatron.*` is changed, in memory, where a GPU or a package is missing that it takes for granted.
+"""Rules that change the source of `megatron.*` in memory if a GPU or a package that Megatron requires is missing.
 
-Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Instead of replacing functions of
-torch, which every other library shares, the syntax tree of each Megatron module is rewritten while it is imported: a
-few general rules where the GPU is missing, and `SWAPS` for single expressions, each for what it says is missing.
-Positions are kept, so tracebacks show Megatron's own lines.
+Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Functions of torch are shared by all
+libraries, so they are not replaced. Instead the syntax tree of each Megatron module is rewritten during its import. A few
+general rules apply if the GPU is missing. `SWAPS` replaces single expressions, each if the part that it names is missing.
+Positions are kept, so that tracebacks show Megatron's own lines.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SHIM = "_megatron_rl_platform_"
-"""Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
+"""Name of `megatron_rl.platform.megatron.cuda` inside of a rewritten module."""
 SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
 TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
 GRADIENTS_MODULE = "megatron_rl.platform.megatron.gradients"
 GPU_PACKAGES = (
     *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
-    "flash_attn",  # FlashAttention 4's, whose import takes seconds
+    "flash_attn",  # FlashAttention 4, whose import takes seconds
 )
-"""Where there is no GPU Megatron does not look for these: an environment that has them serves login nodes too."""
+"""Packages that Megatron must not import without a GPU. An environment with these packages may also serve login nodes."""
 
 Missing = Literal["GPU", "Transformer Engine", "fused Adam"]
-"""Things that Megatron takes for granted."""
+"""Parts that Megatron requires."""
 WHERE: dict[Missing, str] = {
-    "GPU": "where no GPU exists",
-    "Transformer Engine": "also with a GPU, where Transformer Engine is not installed",
-    "fused Adam": "also with a GPU, where neither Transformer Engine nor NVIDIA Apex is installed",
+    "GPU": "without a GPU",
+    "Transformer Engine": "also with a GPU, if Transformer Engine is not installed",
+    "fused Adam": "also with a GPU, if neither Transformer Engine nor NVIDIA Apex is installed",
 }
+"""Missing part -> condition under which its swaps apply."""
 EVERYTHING: frozenset[Missing] = frozenset(WHERE)
+"""All parts."""
 
 Rule = Literal[
     "torch.cuda",
@@ -48,26 +50,26 @@ Rule = Literal[
 ]
 
 WHY: dict[str, str] = {
-    "torch.cuda": "torch.cuda.NAME becomes our counterpart of it (cuda.py)",
-    "import": "from torch.cuda import NAME becomes our counterpart of it",
-    "GPU package": "packages that compute on a GPU alone are not imported, as if they were not installed",
-    "device name": "the device name 'cuda' as an argument, a default or a value becomes 'cpu'; comparisons stay honest",
+    "torch.cuda": "torch.cuda.NAME becomes its counterpart in cuda.py",
+    "import": "from torch.cuda import NAME becomes an import of its counterpart in cuda.py",
+    "GPU package": "packages that need a GPU are not imported, as if they were not installed",
+    "device name": "the device name 'cuda' as an argument, a default or a value becomes 'cpu'; comparisons do not change",
     "device()": "torch.device('cuda', index) becomes the CPU device",
     ".cuda()": "x.cuda(...) becomes x.cpu()",
-    "tensor type": "'torch.cuda.FloatTensor' and its kin become 'torch.FloatTensor' and its kin",
+    "tensor type": "'torch.cuda.FloatTensor' and similar names become 'torch.FloatTensor' and so on",
     "pin_memory": "memory is not pinned",
-    "record_stream": "x.record_stream(...) goes: there are no streams",
-    "compile": "torch.compile leaves the function eager: compiling small fusions costs minutes and gains nothing",
-    "swap": "one expression, see SWAPS",
+    "record_stream": "x.record_stream(...) is removed, because there are no streams",
+    "compile": "torch.compile keeps the function eager, because compiling small fusions costs minutes and saves nothing",
+    "swap": "one expression is replaced, see SWAPS",
 }
+"""Rule -> effect and reason."""
 
 
 @dataclass(frozen=True)
 class Swap:
-    """One expression of one module, and what stands there instead where `missing` is missing.
+    """Replacement of one expression of one module, used if `missing` is missing.
 
-    `old` is compared with `ast.unparse` of each expression (each statement's expressions, not statements); `count` is
-    how many places must match.
+    `old` is compared with `ast.unparse` of each expression and import. `count` is the number of places that must match.
     """
 
     module: str
@@ -83,19 +85,19 @@ SWAPS = (
         "megatron.core.transformer.moe.moe_utils",
         "torch.is_tensor(tensor) and tensor.is_cuda",
         "torch.is_tensor(tensor)",
-        "split sizes must become numpy for all_to_all_single, which Megatron does for CUDA tensors alone",
+        "all_to_all_single needs split sizes as numpy arrays, but Megatron converts only CUDA tensors",
     ),
     Swap(
         "megatron.core.tensor_parallel.mappings",
         "torch.distributed.all_gather",
         f"{SHIM}.all_gather_uneven",
-        "gloo gathers tensors of equal size alone; expert tensor parallelism has a different token count on each rank",
+        "gloo gathers only tensors of equal size; with expert tensor parallelism each rank has another number of tokens",
     ),
     Swap(
         "megatron.core.optimizer.distrib_optimizer",
         "isinstance(tensors[key], torch.Tensor)",
         "isinstance(tensors.get(key), torch.Tensor)",
-        "torch's Adam keeps `step` as a tensor, which is loaded with the parameter groups: without this, KeyError",
+        "torch's Adam keeps `step` as a tensor that is loaded with the parameter groups; the original raises KeyError",
         missing="fused Adam",
     ),
     Swap(
@@ -103,39 +105,39 @@ SWAPS = (
         "from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale",
         f"from {GRADIENTS_MODULE} import apply as local_multi_tensor_applier, l2_norm as local_multi_tensor_l2_norm,"
         " scale as local_multi_tensor_scale",
-        "its own norm of the gradients waits for the GPU once a tensor, and clips tensor by tensor through copies",
+        "Megatron's own gradient norm waits for the GPU once per tensor, and clipping copies each tensor",
         missing="fused Adam",
     ),
     Swap(
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "param.is_cuda",
         f"{SHIM}.on_device(param)",
-        "the optimizer of two devices looks at which one a tensor is on: here its copies for the host are marked",
+        "the optimizer of two devices checks on which one a tensor is; without a GPU its copies for the host are marked",
         count=3,
     ),
     Swap(
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "param.detach().clone().cpu().pin_memory()",
         f"{SHIM}.for_host(param.detach().clone())",
-        "marks the copy",
+        "marks the copy for the host",
     ),
     Swap(
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "param.detach().clone().float()",
         f"{SHIM}.for_host(param.detach().clone().float(), like=param)",
-        "the fp32 copy of a marked one is marked too",
+        "the fp32 copy of a marked copy is marked too",
     ),
     Swap(
         "megatron.core.tensor_parallel.random",
         "torch.all(cpu_rng_state == torch.get_rng_state()).item()",
         "True",
-        "warns when the CPU's random state changed inside the GPU's: here they are the same",
+        "the original warns if the CPU's random state changed with the GPU's; here both are the same",
     ),
     Swap(
         "megatron.bridge.peft.lora_layers",
         "import transformer_engine.pytorch as te",
         f"import {TE_MODULE} as te",
-        "imported unguarded, used for LoRA on Transformer Engine layers alone; HAVE_TE stays False everywhere",
+        "the import has no guard but is used only for LoRA on Transformer Engine layers; HAVE_TE stays False everywhere",
         missing="Transformer Engine",
     ),
     Swap(
@@ -143,20 +145,20 @@ SWAPS = (
         "all((HAVE_TE_COL_LINEAR, HAVE_TE_LN_COL_LINEAR, HAVE_TE_ROW_LINEAR, HAVE_TE_LINEAR,"
         " HAVE_TE_COL_GRP_LINEAR, HAVE_TE_ROW_GRP_LINEAR))",
         "isinstance(TEColumnParallelLinear, type)",
-        "Megatron has the names of its Transformer Engine layers without it too, as mocks: isinstance of them is an error",
+        "without Transformer Engine the names of its layers are mocks, and isinstance with a mock is an error",
         missing="Transformer Engine",
     ),
     Swap(
         "megatron.training.checkpointing",
         "from modelopt.torch.opt.plugins import save_modelopt_state, save_sharded_modelopt_state",
         "raise ImportError('left out at start-up')",
-        "optional, for megatron.training's own checkpoints, which we do not write; importing it takes seconds",
+        "optional import for megatron.training's own checkpoints, which megatron_rl does not write; it takes seconds",
     ),
     Swap(
         "megatron.training.training",
         "from modelopt.torch.distill.plugins.megatron import get_tensor_shapes_adjust_fn_for_distillation",
         "raise ImportError('left out at start-up')",
-        "optional, for megatron.training's own loop, which we do not use; importing it takes seconds",
+        "optional import for megatron.training's own loop, which megatron_rl does not use; it takes seconds",
     ),
 )
 
@@ -174,12 +176,12 @@ class Site:
 
 
 def concerns(module: str, missing: Collection[Missing]) -> bool:
-    """True if anything of this module may be replaced."""
+    """Return True if anything in this module may be replaced."""
     return "GPU" in missing or any(swap.module == module and swap.missing in missing for swap in SWAPS)
 
 
 class Rewriter(ast.NodeTransformer):
-    """Applies to one module's tree the swaps for what is missing; `sites` lists what was replaced."""
+    """Applies the swaps for the missing parts to the tree of one module; `sites` lists the replaced places."""
 
     def __init__(self, module: str, missing: Collection[Missing]):
         self.module = module
@@ -191,7 +193,7 @@ class Rewriter(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(new, node))
 
     def visit(self, node: ast.AST) -> Any:
-        """The node, or what a swap puts there."""
+        """Return the node, or its replacement by a swap."""
         if self.swaps and isinstance(node, ast.expr | ast.Import | ast.ImportFrom):
             swap = self.swaps.get(ast.unparse(node))
             if swap is not None:
@@ -202,7 +204,7 @@ class Rewriter(ast.NodeTransformer):
 
 
 class CpuRewriter(Rewriter):
-    """Applies the general rules too: there is no GPU."""
+    """Applies the swaps and the general rules for a missing GPU."""
 
     def _shim(self, name: str) -> ast.Attribute:
         return ast.Attribute(ast.Name(SHIM, ast.Load()), name, ast.Load())
@@ -296,7 +298,7 @@ def _is_cuda(node: ast.AST | None) -> bool:
 def rewrite(
     source: bytes | str, module: str, path: str = "<source>", missing: Collection[Missing] = EVERYTHING
 ) -> tuple[ast.Module, list[Site]]:
-    """The changed tree of a module's source, and the places that were replaced."""
+    """Return the rewritten tree of a module's source, and the replaced places."""
     rewriter = (CpuRewriter if "GPU" in missing else Rewriter)(module, missing)
     tree = rewriter.visit(ast.parse(source, path))
     return tree, rewriter.sites

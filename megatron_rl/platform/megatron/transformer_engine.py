@@ -1,4 +1,4 @@
-"""Import-only names of Transformer Engine for Megatron-Bridge's LoRA module: classes that nothing is an instance of."""
+"""Names of Transformer Engine that Megatron-Bridge's LoRA module imports: classes without any instance."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class Linear(torch.nn.Module):
-    """Never built: stands in `isinstance` tests and annotations."""
+    """Placeholder for `isinstance` tests and annotations; it is never instantiated."""
 
     def __init__(self, *args: object, **kwargs: object):
         raise RuntimeError("Transformer Engine is not installed")
 
 
 class LayerNormLinear(Linear):
-    """Never built."""
+    """Placeholder that is never instantiated."""
 
 
 class GroupedLinear(Linear):
-    """Never built."""
+    """Placeholder that is never instantiated."""
 
 
 ops = SimpleNamespace(Sequential=Linear)

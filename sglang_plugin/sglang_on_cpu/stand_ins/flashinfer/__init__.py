@@ -1,3 +1,3 @@
-"""Where there is no GPU the real package is three seconds of imports and nothing else: to SGLang it is not installed."""
+"""Stand-in that cannot be imported, so that SGLang does without flashinfer: without a GPU it only costs 3 s of imports."""
 
 raise ImportError("flashinfer needs a GPU")

@@ -1,8 +1,8 @@
-"""Stand-in for `sgl_kernel` where there is no GPU: the real one does not load without libcuda.
+"""Stand-in for `sgl_kernel` on a machine without a GPU, because the real package does not load without libcuda.
 
-SGLang imports a few `*_cpu` names from it at import time, whatever the model. It calls none of them for the models
-that megatron_rl trains, because `torch.ops.sgl_kernel` has no AMX operator here and SGLang then takes its torch-native
-paths. A name that is called after all says so.
+SGLang imports a few `*_cpu` names from it at import time, for every model. It does not call them for the models that
+megatron_rl trains: `torch.ops.sgl_kernel` has no AMX operator here, so SGLang uses its torch-native code. If SGLang calls such
+a name anyway, the call raises an error with this name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Stand-in for `torch_memory_saver` where there is no GPU: the real one takes over the allocator of CUDA.
+"""Stand-in for `torch_memory_saver` on a machine without a GPU; the real package replaces the allocator of CUDA.
 
-As there, memory that was allocated in a region keeps its addresses while it is paused and loses what is behind them: the
-pages go back to the system, and a process that reads them meanwhile ends. Content comes back where the region asked for
-a backup; without one weights are not a number until they are pushed, and a cache is zero.
+As in the real package, memory that was allocated in a region keeps its addresses while it is paused, but loses its content.
+The pages go back to the system, and a process that reads them meanwhile is killed. If the region has a backup, the content is
+restored on resume. Without a backup, weights are NaN until they are pushed, and a cache is zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     )
 
 _LOST = {"weights": 0xFF}
-"""Tag -> byte of content that is lost, else 0: all bits set is no number in any floating-point type."""
+"""Tag -> byte that fills lost content, 0 for other tags. All bits set is NaN in every floating-point type."""
 _NOTHING, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,14 +40,14 @@ class _Allocation:
 
     @property
     def data(self) -> torch.Tensor | None:
-        """[bytes] uint8; None where all tensors in it are gone."""
+        """Memory of the allocation, [bytes] uint8; None if all its tensors were freed."""
         if self.reference.expired():
             return None
         return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata))
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the storages that operators make."""
+    """Records the storages that operators create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _protect(data: torch.Tensor, access: int) -> None:
-    """Protect the pages that hold nothing else; they are empty afterwards where nobody has access."""
+    """Set the access of the pages that only `data` uses; without access their content is discarded."""
     start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (data.data_ptr() + data.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length <= 0:
@@ -79,7 +79,7 @@ def _protect(data: torch.Tensor, access: int) -> None:
 
 
 class TorchMemorySaver:
-    """The part of the real class that SGLang calls."""
+    """Has the methods of the real class that SGLang calls."""
 
     enabled = True
 
@@ -89,19 +89,19 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Tensors that are made here, and still live when it is paused, are paused under the tag."""
+        """Record tensors that are created inside the block, so that `pause(tag)` pauses those that still exist."""
         with _Recorder() as recorder:
             yield
         self._allocations[tag] += [_Allocation(reference, enable_cpu_backup) for reference in recorder.made.values()]
 
     def pause(self, tag: str) -> None:
         if tag in self._paused:
-            raise RuntimeError(f"torch_memory_saver: {tag} is paused already")
+            raise RuntimeError(f"torch_memory_saver: {tag} is already paused")
         self._paused.add(tag)
         for allocation in self._allocations[tag]:
             if (data := allocation.data) is not None:
                 allocation.content = data.clone() if allocation.backed_up else None
-                data.fill_(_LOST.get(tag, 0))  # also what shares its pages with others
+                data.fill_(_LOST.get(tag, 0))  # also bytes on pages shared with other data
                 _protect(data, _NOTHING)
 
     def resume(self, tag: str) -> None:
@@ -120,5 +120,5 @@ torch_memory_saver = TorchMemorySaver()
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """The real one preloads a library into the process that is started within."""
+    """Do nothing. The real package preloads a library into the process that is started inside the block."""
     yield

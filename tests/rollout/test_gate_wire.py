@@ -78,7 +78,7 @@ def test_a_server_without_gates_says_so_and_what_to_do():
         SHAPE.decode_with_gates(encode(ids, gates), 5)
     with pytest.raises(UserError, match="names expert"):
         EngineRoutes(3, (1, 2), 40, 2).decode(encode(ids, gates), 4)
-    with pytest.raises(UserError, match="routing.replay_gates and rollout.gates are for 4096 experts"):
+    with pytest.raises(UserError, match="routing.replay_gates and rollout.gates support at most 4096 experts"):
         EngineRoutes(1, (0,), 5000, 2, gates=True)
 
 

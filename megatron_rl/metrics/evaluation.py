@@ -62,7 +62,7 @@ def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Seque
     for row, row_rewards in zip(answers, rewards, strict=True):
         counts = Counter(row)
         top = max(counts.values(), default=0)
-        # Answers that are equally frequent weigh the same: the mean of their means is the mean over their responses.
+        # Equally frequent answers have equal weights, so the mean of their means is the mean over their responses.
         scores.append(_mean([r for answer, r in zip(row, row_rewards, strict=True) if counts[answer] == top]))
     return _mean(scores)
 

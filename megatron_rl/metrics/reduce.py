@@ -153,7 +153,7 @@ def of_update(metrics: Mapping[str, Metric]) -> Metrics:
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":
-            figure = cast("float | None", metric.finish(*metric.parts))  # those with an `across` have one
+            figure = cast("float | None", metric.finish(*metric.parts))  # metrics with `across` are single numbers
             if figure is None:
                 continue
             metric = replace(mean(figure, 1) if metric.across == "mean" else total(figure), also=metric.also)

@@ -169,7 +169,7 @@ LABEL = (
     "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
     " ? format(datum.value, '.3~e') : format(datum.value, ',')"
 )
-"""All digits that a tick has."""
+"""Vega expression that formats the label of a tick with all its digits."""
 CONFIG: Spec = {
     "background": None,
     "font": 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif',

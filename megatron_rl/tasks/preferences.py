@@ -83,7 +83,7 @@ class Preference:
 
 
 # -- comparisons ---------------------------------------------------------------------------------------------------------
-# Preferences as tokens, the unit of which a training step on preferences takes a batch.
+# Preferences as token sequences, of which a training step takes a batch.
 
 
 @dataclass(frozen=True)

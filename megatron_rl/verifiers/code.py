@@ -85,7 +85,9 @@ def last_block(response: str) -> str:
 
 
 def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> str:
-    """Return the program in a response: the last block that defines all names, else some name, else that reads input or acts.
+    """Return the program in a response: the last block that defines all names.
+
+    The next choices are the last block that defines some name, that reads input, that does something, and any block.
 
     Imports and helpers from the prompt's code come before it, and also other blocks of the response that define missing names.
     A function body alone is put behind the prompt's code. Without a block, the program is the whole text, or the code in it.
@@ -304,7 +306,7 @@ def _source(text: str, prompt: str, entry: str | None) -> Tests:
         if name not in sys.stdlib_module_names and not (name == "numpy" and _of_numpy(nodes) <= _STAND_IN):
             raise ValueError(f"the tests import {name}, which the container does not have")
     free = loaded - _bound(nodes)
-    # The tests import missing modules, not the program: its own isclose could find everything close.
+    # A module that the tests forgot to import is imported here. If the program provided it, its isclose could accept anything.
     modules = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = (modules & free) - called
     if foreign := sorted(modules & _LIBRARIES):

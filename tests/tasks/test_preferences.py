@@ -367,15 +367,15 @@ def test_a_missing_column_names_the_nearest(tmp_path, row, message):
 )
 def test_rows_are_of_one_kind(tmp_path, first, other):
     rows = [*asked(KINDS[first], 3), {"prompt": "x", **KINDS[other]}]
-    with pytest.raises(UserError, match=rf"a.jsonl:4 is a {other} \('.*a.jsonl:1 a {first} \('") as error:
+    with pytest.raises(UserError, match=rf"a.jsonl:4 is a {other} \('.*a.jsonl:1 is a {first} \('") as error:
         built(tmp_path, rows)
     assert "data.prepare" in str(error.value)
     held_out = write(tmp_path / "b.jsonl", asked(KINDS[other], 2))
-    with pytest.raises(UserError, match=rf"b.jsonl:1 is a {other} .*a.jsonl:1 a {first}"):
+    with pytest.raises(UserError, match=rf"b.jsonl:1 is a {other} .*a.jsonl:1 is a {first}"):
         built(tmp_path, asked(KINDS[first], 3), eval_path=held_out)
     columns = {name: None for row in (KINDS[first], KINDS[other]) for name in row}  # as a data set has them
     datasets.Dataset.from_list([columns | row for row in rows]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=rf"saved:train:4 is a {other} .*saved:train:1 a {first}"):
+    with pytest.raises(UserError, match=rf"saved:train:4 is a {other} .*saved:train:1 is a {first}"):
         build_task(DataConfig(task="hub", path=str(tmp_path / "saved")), preferences=True)
 
 

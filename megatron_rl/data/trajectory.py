@@ -94,7 +94,7 @@ _PLAIN = (
 
 
 def file_of(folder: Path, step: int, data_rank: int) -> Path:
-    """Return the file of the trajectories that data-parallel rank `data_rank` sampled in step `step` (0-based)."""
+    """Return the file of the trajectories that data-parallel rank `data_rank` sampled for step `step` (0-based)."""
     return folder / f"step_{step:06d}.rank{data_rank}.npz"
 
 

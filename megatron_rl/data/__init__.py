@@ -1,1 +1,1 @@
-"""The carrier of a sequence: trajectories, packing into micro-batches, balancing over ranks, records on disk."""
+"""Sequences and trajectories, their packing into micro-batches, balancing over ranks, and records on disk."""

@@ -1,8 +1,8 @@
-"""Which data-parallel rank trains on which of a step's sequences: as many tokens on each of them in every update.
+"""Assignment of a step's sequences to updates and data-parallel ranks, so that ranks have equal numbers of tokens per update.
 
-A rank waits for the slowest one at the end of each update, and lengths of responses differ by orders of magnitude. It is
-always done: the loss of an update is a sum over all ranks, which does not care who has which sequence, and what a rank
-has sampled (and recorded) stays with it.
+A rank waits for the slowest rank at the end of each update, and lengths of responses differ by orders of magnitude.
+Balancing is always on: the loss of an update is a sum over all ranks and does not depend on the assignment. Samples stay on
+the rank that sampled them for everything else (for example records).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_rl.distributed.parallel import Ranks
 
 
 def partition(sizes: list[int], count: int) -> list[list[int]]:
-    """Share things of these sizes over `count` bins of about equal sums; indices ascend within a bin.
+    """Partition items of the given sizes into `count` bins with about equal sums. Indices ascend within a bin.
 
-    Karmarkar and Karp's largest differencing method ("The differencing method of set partitioning", 1982): partial
-    solutions, at first one for each thing, are merged two at a time, those of the largest differences between their bins
-    first, the fullest bin of one with the emptiest of the other. No bin stays empty while there are as many things.
+    Karmarkar and Karp's largest differencing method ("The differencing method of set partitioning", 1982). It starts with one
+    partial solution for each item. It merges the two solutions with the largest differences between their bins: the fullest
+    bin of one solution joins the emptiest bin of the other. No bin is empty if there are at least `count` items.
     """
     heap = []
     for index, size in enumerate(sizes):
@@ -34,9 +34,10 @@ def partition(sizes: list[int], count: int) -> list[list[int]]:
 
 
 def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
-    """Indices [updates][ranks] of a step's sequences.
+    """Return the indices [updates][ranks] of a step's sequences.
 
-    Each update has its share of them in their order, whatever the number of ranks, and every rank about as many tokens of it.
+    Each update gets a contiguous part of the sequences, independent of the number of ranks. The ranks of an update get about
+    equal numbers of tokens.
     """
     shares = [share_of(len(sizes), update, updates) for update in range(updates)]
     return [
@@ -45,10 +46,10 @@ def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[i
 
 
 def redistribute[S: Sequence](samples: list[S], updates: int, ranks: Ranks) -> list[list[S]]:
-    """Lists [updates] of the sequences that this data-parallel rank trains on. Every process calls it.
+    """Return lists [updates] of the sequences that this data-parallel rank trains on. Collective over all processes.
 
-    samples: a leader's own; those of all leaders, in the order of ranks, are the whole step's. Other processes' are ignored.
-    Sequences go straight from leader to leader, and from there to the other processes of the copy.
+    samples: a leader's own sequences; the samples of other processes are ignored. The step's sequences are the samples of all
+    leaders, in the order of ranks. A sequence travels from leader to leader, and then to the other processes of the copy.
     """
     mine = samples if ranks.is_leader else []
     parts = ranks.gather_from_leaders([sample.inputs for sample in mine])

@@ -1,12 +1,13 @@
-"""Routed experts and router features as SGLang returns them, as the tables that a trajectory carries.
+"""Decoding of the routed experts and router features in SGLang's replies into the tables that a trajectory carries.
 
-Which weights a table comes from, as found with SGLang 0.5.23: the engine keeps one row of experts per slot of its
-key-value cache and reads them when a request ends. A push retracts all requests (`/pause_generation` mode retract; one
-whose prompt is in the middle of chunked prefill too) and flushes the prefix cache, so that a retracted request is
-prefilled again, prompt and all tokens so far, under the new weights: the rows of its earlier tokens are replaced. A table
-as a whole is therefore of the weights of the last response token, while log-probs of earlier tokens stay those of the
-weights that sampled them. Features are taken when a token is sampled, and stay too. An engine whose weights were changed
-in another way (pause mode in_place, no flush) has tables of mixed rows that nothing in a reply tells apart.
+Weights behind a table, as found with SGLang 0.5.23: the engine keeps one row of experts per slot of its key-value cache and
+reads the rows when a request ends. A weight sync retracts all requests (`/pause_generation` with mode retract), also
+requests in the middle of a chunked prefill, and flushes the prefix cache. The engine then prefills a retracted request again
+under the new weights, with its prompt and all tokens so far, which replaces the rows of earlier tokens.
+
+So the whole table comes from the weights of the last response token, while log-probs of earlier tokens stay those of the
+weights that sampled these tokens. Features are taken when a token is sampled, and stay too. If an engine changes weights in
+another way (pause mode in_place, no flush), its tables mix rows of several weights, and replies do not tell which.
 """
 
 from __future__ import annotations
@@ -26,58 +27,58 @@ from megatron_rl.errors import UserError
 from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
-"""The last one where there are more than 256 experts. Four-byte integers of another shape that are as long as smaller ones of
-this model would have zeros between them: an expert twice."""
+"""Integer types on the wire, the last one for models with more than 256 experts. If four-byte integers of another model were
+read as shorter ones, their zero bytes would name an expert twice, which `decode` refuses."""
 
 
 @dataclass(frozen=True)
 class EngineRoutes:
-    """Rows and columns of the engine's table for a model (`models.shape.engine_routes`)."""
+    """Layout of the engine's table for a model, made by `models.shape.engine_routes`."""
 
     layers: int
-    """All layers: the engine's table has dense ones too."""
+    """Number of all layers: the engine's table has rows for dense layers too."""
     moe_layers: tuple[int, ...]
-    """Indices of the layers that have experts: the ones that a trajectory keeps."""
+    """Indices of the layers with experts. A trajectory keeps only these."""
     experts: int
     topk: int
     gates: bool = False
-    """True if replies have the experts' weights too."""
+    """True if replies also have the gates (weights of the experts)."""
 
     def __post_init__(self) -> None:
-        """Errors: UserError for gates of more experts than fit beside them."""
+        """Check the number of experts. Errors: UserError if gates do not fit beside the expert ids."""
         if self.gates and self.experts > MOST_EXPERTS:
             raise UserError(
-                f"config: routing.replay_gates and rollout.gates are for {MOST_EXPERTS} experts at most, and the model has"
+                f"config: routing.replay_gates and rollout.gates support at most {MOST_EXPERTS} experts, and the model has"
                 f" {self.experts}; set both to false"
             )
 
     @property
     def shape(self) -> RouteShape:
-        """The columns that a trajectory keeps."""
+        """Shape of the table that a trajectory keeps."""
         return RouteShape(self.moe_layers, self.experts, self.topk)
 
     @property
     def bytes_per_token(self) -> int:
-        """Most bytes of a reply for a token."""
+        """Largest number of bytes of a reply per token."""
         return self.layers * self.topk * 4 * 4 // 3
 
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
-        """Base64 of raw [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
+        """Decode base64 of a raw [tokens, layers, topk] table to [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
 
-        SGLang's own integers have 4 bytes; our plugin, where a server has it, makes them 1 or 2 (its routes.py). Errors:
-        UserError for what are not routes of this model, or have gates beside them.
+        SGLang's own integers have 4 bytes. Servers with our plugin send 1 or 2 bytes (its routes.py). Errors: UserError if
+        the text is no table of routes of this model, or if it also has gates.
         """
         return self._ids(self._raw(encoded, tokens, WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]))
 
     def decode_with_gates(self, encoded: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same from a server that sends gates along (the plugin's gates.py): ids, and their weights as float32.
+        """Decode a table from a server that also sends gates (the plugin's gates.py): expert ids, and gates as float32.
 
-        Errors: UserError as of `decode`, and for routes without gates.
+        Errors: UserError as in `decode`, and if the routes have no gates.
         """
         raw = self._raw(encoded, tokens, WIRE_DTYPES)
         words = raw.view("<u4") if raw.dtype.itemsize == 4 else raw.astype("<u4")
         gates = (words >> ID_BITS).astype(np.float32) / np.float32(STEPS)
-        if not gates.any(-1).all():  # those of a token's experts are never all 0
+        if not gates.any(-1).all():  # at least one gate of a token is above 0
             raise UserError(
                 "routed_experts from SGLang have no gates: start the server through tools/serve.py with this config, or set"
                 " routing.replay_gates and rollout.gates to false"
@@ -85,7 +86,7 @@ class EngineRoutes:
         return self._ids((words & MOST_EXPERTS - 1).view("<i4")), gates
 
     def _raw(self, encoded: str, tokens: int, known: Sequence[np.dtype]) -> np.ndarray:
-        """[tokens, moe_layers, topk] of one of these types."""
+        """Decode the [tokens, moe_layers, topk] table, in the type among `known` that fits its length."""
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -95,8 +96,8 @@ class EngineRoutes:
         if dtype is None:
             raise UserError(
                 f"routed_experts from SGLang has {len(raw)} bytes, but {tokens} tokens x {self.layers} layers x"
-                f" {self.topk} experts are {' or '.join(str(ids * dtype.itemsize) for dtype in known)}: another model, or a"
-                " reply that was cut off?"
+                f" {self.topk} experts are {' or '.join(str(ids * dtype.itemsize) for dtype in known)}: is the model another"
+                " one, or was the reply cut off?"
             )
         table = np.frombuffer(raw, dtype).reshape(tokens, self.layers, self.topk)
         return table[:, self.moe_layers] if len(self.moe_layers) < self.layers else table
@@ -117,29 +118,29 @@ class EngineRoutes:
 
 @dataclass(frozen=True)
 class EngineFeatures:
-    """Sizes of the router features that the engine exports for a response token."""
+    """Sizes of the router features that the engine exports for each response token."""
 
     moe_layers: int
     hidden: int
-    """0: the logits alone."""
+    """Width of the hidden states; 0 if only logits are exported."""
     experts: int
     dtype: torch.dtype
-    """The engine's: of the hidden part. Logits are fp32."""
+    """Data type of the hidden states in the engine. Logits are fp32."""
 
     @property
     def logits_alone(self) -> EngineFeatures:
-        """The same without hidden states: enough to compare routers, where no predictor learns."""
+        """The same sizes without hidden states. Logits are enough to compare routers if no predictor learns."""
         return replace(self, hidden=0)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a reply for a token whose features it has."""
+        """Number of bytes of a reply for each token with features."""
         return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
-        """One entry per response token: None, or base64 of h [moe_layers, hidden], then z [moe_layers, experts].
+        """Decode one entry per response token: None, or base64 of h [moe_layers, hidden] and then z [moe_layers, experts].
 
-        Errors: UserError for what is not base64, or of another size.
+        Errors: UserError if an entry is not base64 or has another size.
         """
         split = self.moe_layers * self.hidden * self.dtype.itemsize
         size = split + self.moe_layers * self.experts * 4
@@ -166,14 +167,14 @@ class EngineFeatures:
         )
 
     def check(self, features: RouterFeatures, tokens: int) -> None:
-        """Check that they belong to this model and a response of so many tokens. Errors: ValueError saying why not."""
+        """Check that features fit this model and a response of `tokens` tokens. Errors: ValueError with the reason."""
         count, positions = len(features.positions), features.positions
         for name, width in (("hidden", self.hidden), ("logits", self.experts)):
             shape, wanted = tuple(getattr(features, name).shape), (count, self.moe_layers, width)
             if shape != wanted and not (name == "hidden" and shape == (*wanted[:2], 0)):
                 raise ValueError(f"router features: {name} is {list(shape)}, the model wants {list(wanted)}")
         if count and not (int(positions.min()) >= 0 and int(positions.max()) < tokens and (positions.diff() > 0).all()):
-            raise ValueError(f"router features: their positions are not ascending within the {tokens} response tokens")
+            raise ValueError(f"router features: positions do not ascend within the {tokens} response tokens")
 
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -181,14 +182,14 @@ def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
-    """Check that recorded gates belong to these routes. Errors: ValueError saying why not."""
+    """Check that recorded gates fit the recorded routes. Errors: ValueError with the reason."""
     if gates is None:
         raise ValueError(
-            "it has routes without gates: record it with rollout.gates: true, or set routing.replay_gates and rollout.gates to"
-            " false"
+            "it has routes without gates: record it again with rollout.gates: true, or set routing.replay_gates and"
+            " rollout.gates to false"
         )
     if gates.shape != routes.shape or gates.dtype != np.float32:
-        raise ValueError(f"gates are {gates.dtype} {list(gates.shape)}, its routes want float32 {list(routes.shape)}")
+        raise ValueError(f"gates are {gates.dtype} {list(gates.shape)}, the routes need float32 {list(routes.shape)}")
     if not ((gates >= 0) & (gates <= 1)).all():
         raise ValueError("gates are not between 0 and 1")
     if (gates.any(-1) & ~has_route(torch.from_numpy(routes)).numpy()).any():
@@ -196,38 +197,38 @@ def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
 
 
 def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: RouteShape) -> np.ndarray:
-    """The table of a conversation from those of its turns, each with the new rows alone: [sum of rows, moe_layers, topk].
+    """Join the tables of a conversation's turns, each with new rows only, to one table [sum of rows, moe_layers, topk].
 
-    turns: (table, version of the last token's weights). Turn t asked with routes_start = rows of the tables before it,
-    which is the token count of the conversation so far less one: the last token of a response gets its route only as
-    input of the next turn. version: the weights whose routes are wanted; a turn of others, from before a push, becomes
-    sentinels.
+    turns: (table, version of the weights of the last token). version: the weights whose routes are wanted. A turn of other
+    weights, from before a weight sync, becomes sentinels.
 
-    A turn that is known to come after a push asks with routes_start = 0, and its table stands alone (`Conversation`): rows of
-    earlier turns are then those behind which the later turns were sampled. Log-probs of earlier turns stay those of the
-    weights that sampled them, as in a response that a push has met in its middle (top of this file).
+    Turn t asked the server with routes_start = number of rows in the tables before it. That is one less than the number of
+    tokens in the conversation so far: the last token of a response gets its route only as an input of the next turn. A turn
+    after a known weight sync asks with routes_start = 0, and its table is used alone (`Conversation`). The rows of earlier
+    turns are then those under which the later turns were sampled. Log-probs of earlier turns stay those of the weights that
+    sampled them, as in a response that a weight sync interrupted (see the top of this file).
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 
 
 def join_gates(turns: Sequence[tuple[np.ndarray, str]], version: str) -> np.ndarray:
-    """The same of the experts' weights, where 0 says that they are not known."""
+    """Join the gates of a conversation's turns as `join_routes` joins routes. Gates that are not known are 0."""
     return np.concatenate([gates if found == version else np.zeros_like(gates) for gates, found in turns])
 
 
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
-    """True if the last response token is known to come from weights `version`: with it the whole table does.
+    """Return True if the last response token, and so the whole table, is known to come from weights `version`.
 
-    The top of this file says why. A response without tokens says nothing about its version.
+    The top of this file says why. A response without tokens returns False.
     """
     last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
     return last is not None and last.end > last.start and last.version == version
 
 
 def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
-    """Forget the routes of a trajectory, with gates and features, unless they are of the trainer's weights (`fresh`).
+    """Delete the routes of a trajectory, with gates and features, unless they come from the trainer's weights (`fresh`).
 
-    Of a fresh one, forgets the features that earlier weights have seen.
+    In a fresh trajectory, delete only the features from earlier weights.
     """
     if trajectory.routes is None:
         return

@@ -1,9 +1,9 @@
-"""Hugging Face ids where a model's folder is wanted: owner/name, or owner/name@revision as in Hugging Face's own hf:// paths.
+"""Hugging Face ids in place of a model folder: owner/name, or owner/name@revision as in Hugging Face's own hf:// paths.
 
-A folder that is there is always taken for itself, and `as_folder` changes nothing about it. Of an id, huggingface_hub gives a
-folder of its cache, with what it is told by its own variables and login (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...).
-Safetensors, configs and the tokenizer are downloaded: no pickles, and no code. No torch here: ids are seen to before it is
-imported.
+If a folder with the given name exists, `as_folder` returns it unchanged. For an id, huggingface_hub provides a folder of its
+cache. Its own variables and login apply (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Only safetensors, configs and
+the tokenizer are downloaded: no pickles and no code. This module does not import torch, because ids are resolved before the
+import of torch.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "*.safetensors"
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Configs, the index of the weights, tokenizer and chat template."""
+"""Patterns of configs, the index of the weights, the tokenizer and the chat template."""
 MODEL = (WEIGHTS, *TEXTS)
 CONFIG = ("config.json",)
 _LEFT_OUT = ("*/*", "consolidated*")
-"""Copies of the same weights in other formats lie in folders, or beside them under this name."""
+"""Patterns of copies of the weights in other formats: files in subfolders, and files with this prefix."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository of the hub, and which of its revisions is meant."""
+    """A repository of the hub and one of its revisions."""
 
     repo: str
     revision: str | None = None
-    """Branch, tag or commit; None: the newest commit of its main branch."""
+    """Branch, tag or commit; None for the newest commit of the main branch."""
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}" if self.revision else self.repo
 
     @property
     def pinned(self) -> bool:
-        """True for a whole commit hash, which always means the same files."""
+        """True if the revision is a whole commit hash, which always means the same files."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
 
 def hub_id(text: str) -> HubId | None:
-    """The id that a text is; None where a folder of that name is there, or it cannot be an id.
+    """Parse a Hugging Face id. Return None if a folder with that name exists or if the text cannot be an id.
 
-    An id is exactly owner/name by Hugging Face's own rule (`validate_repo_id`): ./x, ../x, /x, x, ~/x, x/ and a/b/c are
-    folders.
+    An id is exactly owner/name by Hugging Face's own rule (`validate_repo_id`). ./x, ../x, /x, x, ~/x, x/ and a/b/c are names
+    of folders.
     """
     repo, at, revision = text.partition("@")
     if Path(text).exists() or repo.count("/") != 1 or (at and not re.fullmatch(r"[\w.+-]+(/[\w.+-]+)*", revision)):
@@ -71,11 +71,11 @@ def hub_id(text: str) -> HubId | None:
 
 
 def as_folder(text: str, key: str, wanted: Sequence[str] = MODEL) -> str:
-    """The folder that a text names: itself where it is one, else that of its id in huggingface_hub's cache.
+    """Return the folder that a text names: the text itself if it is a folder, else the folder of its id in the hub's cache.
 
-    What is missing there is downloaded. key: of the config or the command line, for errors. wanted: patterns of the files
-    that are needed.
-    Errors: UserError for what is neither a folder nor an id, or cannot be had.
+    Files that are missing in the cache are downloaded. key: config key or command-line option, for errors. wanted: patterns
+    of the needed files.
+    Errors: UserError if the text is neither a folder nor an id, or if the download fails.
     """
     found = hub_id(text)
     if found is None:
@@ -88,14 +88,14 @@ def as_folder(text: str, key: str, wanted: Sequence[str] = MODEL) -> str:
 
 
 def check_folder(text: str, key: str) -> None:
-    """Refuse the folder of a model that is not there. Errors: UserError naming the key."""
+    """Raise UserError, naming the key, if the folder of a model does not exist."""
     if not Path(text).is_dir():
-        what = "is no folder" if Path(text).exists() else "does not exist"
+        what = "is not a folder" if Path(text).exists() else "does not exist"
         raise UserError(f"{key} = {text}: {what}; give a Hugging Face folder, or an id of the hub (owner/name)")
 
 
 def as_id(folder: str) -> str:
-    """owner/name@commit of a folder of huggingface_hub's cache; any other text as it is."""
+    """Return owner/name@commit for a folder of huggingface_hub's cache, and any other text unchanged."""
     from huggingface_hub import constants
 
     path = Path(folder)
@@ -105,7 +105,7 @@ def as_id(folder: str) -> str:
 
 
 def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
-    """The folder of a model's revision in the cache. Errors: UserError that says what is wrong, without the key."""
+    """Return the folder of a model's revision in the cache. Errors: UserError with the problem, without the key."""
     import httpx
     from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, DryRunError, LocalEntryNotFoundError
@@ -117,17 +117,17 @@ def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
     def cached() -> Path:
         folder = Path(snapshot_download(**asked, local_files_only=True))
         if WEIGHTS in wanted and not any(folder.glob(WEIGHTS)):
-            raise LocalEntryNotFoundError("no weights")  # one whose listing is not kept may lack anything
+            raise LocalEntryNotFoundError("no weights")  # a snapshot whose file list is not cached may be incomplete
         return folder
 
     nowhere = f"{model} is not, or not wholly, in the cache {cache}"
     with suppress(LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
         if model.pinned and not constants.HF_HUB_OFFLINE:
-            get_cached_repo_tree(model.repo, revision=model.revision)  # by which what is there is known to be all
+            get_cached_repo_tree(model.repo, revision=model.revision)  # raises if it is not known to be complete
         if model.pinned or constants.HF_HUB_OFFLINE:
             return cached()
     if constants.HF_HUB_OFFLINE:
-        raise UserError(f"{nowhere}, and HF_HUB_OFFLINE keeps this from downloading it: unset it, or give a folder")
+        raise UserError(f"{nowhere}, and HF_HUB_OFFLINE forbids the download: unset it, or give a folder")
     try:
         files = snapshot_download(**asked, dry_run=True, tqdm_class=_bars(quiet=True))
         _announce(model, files, wanted, cache)
@@ -143,20 +143,20 @@ def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
                 folder = cached()
             except LocalEntryNotFoundError:
                 raise UserError(f"{problem}, and {nowhere}") from None
-            logger.warning(f"{problem}; {as_id(str(folder))} is taken from the cache")
+            logger.warning(f"{problem}; using {as_id(str(folder))} from the cache")
             return folder
         raise UserError(problem) from None
 
 
 def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: Path) -> None:
-    """Say what will be downloaded, once a machine. Errors: UserError where there are no weights, or the disk has no room.
+    """Log which files will be downloaded, once per machine. Errors: UserError if there are no weights or too little disk space.
 
-    files: what `snapshot_download` says of each that is wanted.
+    files: `snapshot_download`'s dry-run result for each wanted file.
     """
     if WEIGHTS in wanted and not any(file.filename.endswith(WEIGHTS[1:]) for file in files):
         raise UserError(
-            f"{model} has no .safetensors files, and other formats of weights (pickles) are never read: take a revision that"
-            " has them, or save it again with transformers"
+            f"{model} has no .safetensors files, and other formats of weights (pickles) are never read: choose a revision that"
+            " has them, or save the model again with transformers"
         )
     missing = [file for file in files if file.will_download]
     size = sum(file.file_size or 0 for file in missing)
@@ -165,7 +165,7 @@ def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: 
     there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
     begun = any((cache / f"models--{model.repo.replace('/', '--')}" / "blobs").glob("*.incomplete"))
-    if size > free and not begun:  # else a part of it is there, or on its way
+    if size > free and not begun:  # a download that has begun has part of the files on disk already
         raise UserError(
             f"{model} needs {size / 1e9:.1f} GB more, and the disk of {there} has {free / 1e9:.1f} GB: make room, or set"
             " HF_HOME"
@@ -174,7 +174,7 @@ def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: 
 
 
 def _first_here() -> bool:
-    """True in the first process of its machine, which speaks for those that wait for the same files."""
+    """Return True in the first process of a machine, which reports for all processes that wait for the same files."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
@@ -182,7 +182,7 @@ def _bars(*, quiet: bool) -> type:
     from huggingface_hub.utils import tqdm
 
     class Quiet(tqdm):
-        """Without a bar for what is there already."""
+        """A progress bar that is never shown, for files that are in the cache already."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"disable": True})
@@ -191,7 +191,7 @@ def _bars(*, quiet: bool) -> type:
 
 
 def _problem(error: Exception, model: HubId, cache: Path) -> tuple[str, bool]:
-    """An error of huggingface_hub on one line, and whether it is that the hub cannot be reached."""
+    """Describe an error of huggingface_hub in one line. The second value is True if the hub cannot be reached."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,4 +1,4 @@
-"""Sequences -> packed micro-batches (THD: no padding between sequences but what the parallel layout asks for)."""
+"""Packing of sequences into micro-batches in THD layout. Padding is added only for the parallel layout."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_rl.routing.table import Features, RouteShape, RouteTable, evenly_s
 ALWAYS = ("loss_mask", "rollout_log_probs", "advantages")
 """Fields that every batch has."""
 IGNORED = -100
-"""Label of a position whose prediction nobody asks for."""
+"""Label at positions whose prediction is not used."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Constraints on a packed micro-batch that come from the parallel layout and the model's routers."""
+    """Constraints on a packed micro-batch from the parallel layout and the model's routers."""
 
     tensor: int = 1
     context: int = 1
@@ -37,33 +37,33 @@ class Layout:
     pad_token: int = 0
     tensor_rank: int = 0
     routes: RouteShape | None = None
-    """None: a dense model."""
+    """Shape of the model's routes; None for a dense model."""
     cached_tokens: int = 0
-    """Tokens of each response whose router features are stored."""
+    """Number of tokens per response whose router features are stored."""
     multiple: int = 1
-    """The tokens of a rank's products come in multiples of this (FP8)."""
+    """The number of tokens in a rank's matrix products must be a multiple of this (FP8)."""
     vocabulary: int | None = None
-    """Size of the model's vocabulary: ids of tokens are below it. None: not checked."""
+    """Size of the model's vocabulary; token ids must be below it. None: ids are not checked."""
     all_reduce: AllReduce | None = None
-    """Over the context-parallel ranks; None where there is one."""
+    """All-reduce over the context-parallel ranks; None without context parallelism."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Megatron's zigzag cuts each sequence into 2 x context chunks."""
+        """Multiple of a sequence's length: Megatron's zigzag cuts each sequence into 2 x context chunks."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
+        """Multiple of the total length: sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
         return math.lcm(self.sequence_multiple, self.tensor * self.context * self.multiple)
 
 
 @dataclass
 class Batch:
-    """One packed micro-batch as this context-parallel rank sees it.
+    """One packed micro-batch, as this context-parallel rank sees it.
 
-    T tokens of S sequences lie behind each other; with context parallelism T is this rank's share. All per-token fields
-    are in *label position*: entry t speaks of the token that position t predicts.
+    It has T tokens of S sequences, one after the other. With context parallelism, T counts the tokens of this rank only. All
+    per-token fields are in *label position*: entry t belongs to the token that position t predicts.
     """
 
     tokens: torch.Tensor
@@ -71,47 +71,47 @@ class Batch:
     position_ids: torch.Tensor
     """[1, T] int64, from 0 in each sequence"""
     labels: torch.Tensor
-    """[T] int64, IGNORED outside the response, and where a label does not count: the head computes no row for it"""
+    """[T] int64. IGNORED outside of responses and at labels that do not count; the head computes no row for ignored labels."""
     label_rows: torch.Tensor
-    """[n] int64: the others; as rows, because a GPU would be waited for to find them"""
+    """[n] int64: rows of the labels that are not ignored, stored because finding them on a GPU would block the host"""
     fields: dict[str, torch.Tensor]
-    """[T] values of each label by name of `data.sequence.FIELDS`. What a pass over the batch computes is added by whoever asked
-    for it, on the pipeline stage that has it."""
+    """[T] values of each label, by name of `data.sequence.FIELDS`. A pass over the batch adds its results here, on the pipeline
+    stage that computes them."""
     segments: Segments
-    """Which of the S sequences a token belongs to"""
+    """Index of the sequence (0 to S - 1) for each token"""
     cu_seqlens: torch.Tensor
-    """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
+    """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks; padding belongs to its sequence"""
     places: TokenPlaces
-    """The same for attention, and where this rank's tokens lie"""
+    """The same borders for attention, and the places of this rank's tokens"""
     max_seqlen: int
     sequence_lengths: torch.Tensor
-    """[S] float32: counted labels of each whole sequence"""
+    """[S] float32: number of counted labels of each whole sequence"""
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
     inputs: int
-    """Tokens of the sequences on this rank, without padding"""
+    """Number of tokens of the sequences on this rank, without padding"""
     kept: KeptTokens | None = None
-    """Kept sets of the T tokens, where the sampler truncates its vocabulary."""
+    """Sets of tokens that the sampler kept, for the T tokens; None if the sampler did not truncate the vocabulary."""
     routes: RouteTable | None = None
-    """Routes of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
+    """Routes of the tokens at this process's routers (its share of T with sequence parallelism); None for a dense model."""
     without_route: int = 0
-    """Tokens on this context-parallel rank whose experts the engine did not tell."""
+    """Number of tokens on this context-parallel rank whose experts the engine did not report."""
     teacher_hidden: torch.Tensor | None = None
-    """[n, hidden of the teacher]: its last hidden states at label_rows; on the pipeline stage that has the head."""
+    """[n, hidden of the teacher]: last hidden states of the teacher at label_rows, on the pipeline stage with the head."""
     teacher_layers: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[m, hidden] by layer of the teacher: outputs at the m counted labels of this process's share of the T."""
+    """{layer of the teacher: [m, hidden]}: outputs at the m counted labels of this process's share of the T."""
     top_token_ids: torch.Tensor | None = None
-    """[n, k] int32: a teacher's recorded likeliest tokens at label_rows, -1: none; None where no sequence has any."""
+    """[n, k] int32: recorded most likely tokens of a teacher at label_rows, -1 if missing; None if no sequence has any."""
     top_log_probs: torch.Tensor | None = None
-    """[n, k] fp32: theirs."""
+    """[n, k] fp32: log-probs of `top_token_ids`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """[T] values of a field."""
+        """Return the values [T] of a field."""
         return self.fields[name]
 
     @property
     def mask(self) -> torch.Tensor:
-        """[T] bool: labels that count in the loss."""
+        """Labels that count in the loss, [T] bool."""
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
@@ -123,7 +123,7 @@ class Batch:
         return replace(self, **moved, segments=replace(self.segments, ids=upload(self.segments.ids, device)))
 
     def take(self, rows: torch.Tensor) -> Batch:
-        """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""
+        """Return a batch of some tokens [n], for losses that use each token alone. Values of whole sequences stay unchanged."""
         fields = {name: values[rows] for name, values in self.fields.items()}
         taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
         segments = self.segments.take(rows)
@@ -137,7 +137,7 @@ class Batch:
 
 
 def micro_batch_count(lengths: list[int], budget: int) -> int:
-    """Fewest micro-batches that the longest-first rule needs to stay within `budget` tokens each."""
+    """Return the smallest number of micro-batches for which `assign` stays within `budget` tokens per micro-batch."""
     if not lengths:
         return 1
     count = max(1, math.ceil(sum(lengths) / budget))
@@ -147,7 +147,7 @@ def micro_batch_count(lengths: list[int], budget: int) -> int:
 
 
 def assign(lengths: list[int], count: int) -> list[list[int]]:
-    """Share sequences among `count` bins, longest first to the emptiest bin (LPT); indices ascend within a bin."""
+    """Distribute sequences over `count` bins: longest first, each to the emptiest bin (LPT). Indices ascend within a bin."""
     heap: list[tuple[int, int]] = [(0, b) for b in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -162,7 +162,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
-    """Pack samples[i] for i in indices into one micro-batch (an empty list gives one of padding alone).
+    """Pack samples[i] for i in indices into one micro-batch. An empty list gives a micro-batch of padding only.
 
     Errors: UserError for a token outside the layout's vocabulary.
     """
@@ -219,19 +219,19 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
 
 
 def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
-    """A GPU would end the process at one of them, and name none."""
+    """Raise UserError for a token outside the vocabulary. A GPU would end the process without naming the token."""
     if vocabulary is None:
         return
     wrong = np.flatnonzero((sample.tokens < 0) | (sample.tokens >= vocabulary))
     if len(wrong):
         raise UserError(
             f"data: token {sample.tokens[wrong[0]]} at position {wrong[0]} of a sequence is outside the model's vocabulary of"
-            f" {vocabulary}; the tokenizer of the data, or of the rollout engine, is another model's"
+            f" {vocabulary}; the data or the rollout engine uses the tokenizer of another model"
         )
 
 
 def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
-    """Kept sets of this context-parallel rank's tokens; None where no sampler truncated."""
+    """Return the kept sets of this context-parallel rank's tokens; None if no sampler truncated the vocabulary."""
     if all(sample.kept is None for sample in samples):
         return None
     sets = [np.zeros(0, np.int32)] * int(borders[-1])
@@ -246,7 +246,7 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
 def _recorded_top(
     samples: list[Sequence], borders: np.ndarray, places: np.ndarray, vocabulary: int | None
 ) -> TopLogProbs | None:
-    """The teacher's log-probs for the labels at these places of the packed tokens; None without any."""
+    """Return the teacher's recorded log-probs for the labels at these places of the packed tokens; None without a record."""
     k = max((sample.top.token_ids.shape[1] for sample in samples if sample.top is not None), default=None)
     if k is None:
         return None
@@ -258,13 +258,13 @@ def _recorded_top(
         rows, columns = slice(first, first + sample.response_length), slice(sample.top.token_ids.shape[1])
         whole.token_ids[rows, columns], whole.log_probs[rows, columns] = sample.top.token_ids, sample.top.log_probs
     ids = whole.token_ids[places]
-    if vocabulary is not None:  # of the same tokenizer: rows of the teacher's embeddings that stand for no token
+    if vocabulary is not None:  # ids above it are padding rows of the teacher's embeddings, which stand for no token
         ids = np.where(ids < vocabulary, ids, -1)
     return TopLogProbs(ids, whole.log_probs[places])
 
 
 def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """[total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
+    """Return routes [total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
     routes = shape.empty(int(borders[-1]))
     for i, start in zip(indices, borders, strict=False):
         if samples[i].routes is not None:
@@ -273,7 +273,7 @@ def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndar
 
 
 def _engine_gates(samples: list[Sequence], borders: np.ndarray, shape: RouteShape) -> np.ndarray | None:
-    """[total, moe_layers, topk] float32, 0 for padding and for sequences without; None where all are."""
+    """Return gates [total, moe_layers, topk] float32, 0 without gates and for padding; None if no sequence has gates."""
     if all(sample.gates is None for sample in samples):
         return None
     gates = np.zeros((int(borders[-1]), len(shape.moe_layers), shape.topk), np.float32)
@@ -296,9 +296,9 @@ def _route_table(
     layout: Layout,
     shape: RouteShape,
 ) -> RouteTable:
-    """Route table of the tokens that sequence parallelism leaves to this process."""
+    """Build the route table of the tokens that sequence parallelism assigns to this process."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
-    cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
+    cached = np.full(len(mask), -1)  # index of a token's features among all features of these samples
     of_samples = _features(samples)
     from_engine = [f for f in of_samples if f is not None]
     hidden_too = all(f.hidden.shape[-1] for f in from_engine)
@@ -335,9 +335,9 @@ def _route_table(
 
 
 def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
-    """The engine's router inputs and logits of each sequence. Logits alone are left out beside hidden states of others.
+    """Return the engine's router features of each sequence. Logits alone are dropped if other sequences have hidden states.
 
-    A predictor learns from both: hidden states of the trainer's own pass would be another thing than the engine's logits.
+    A predictor learns from both, and hidden states of the trainer's own pass would not fit the engine's logits.
     """
     found = [sample.features for sample in samples]
     whole = any(f is not None and f.hidden.shape[-1] for f in found)
@@ -345,7 +345,7 @@ def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
 
 
 def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
-    """Positions of [start, end) on this context-parallel rank: chunks r and 2c-1-r of 2c."""
+    """Return the positions of [start, end) on this context-parallel rank: chunks r and 2c-1-r of 2c."""
     if layout.context == 1:
         return np.arange(start, end)
     chunks = np.split(np.arange(start, end), 2 * layout.context)
@@ -353,17 +353,18 @@ def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
 
 
 def pack_all(samples: list[Sequence], count: int, layout: Layout) -> list[Batch]:
-    """Share samples over `count` micro-batches of about equal length and pack each."""
+    """Distribute samples over `count` micro-batches of about equal length, and pack each micro-batch."""
     bins = assign([s.inputs for s in samples], count)
     return [pack(samples, indices, layout) for indices in bins]
 
 
 # -- labels --------------------------------------------------------------------------------------------------------------
-# A value of each label, out of packed micro-batches and back: for what looks along whole sequences, as advantages do.
+# One value per label, collected from packed micro-batches and written back, for code that works along whole sequences
+# (for example advantages).
 
 
 class Labels:
-    """All labels of some sequences behind each other, [L], and where micro-batches have them."""
+    """All labels of some sequences, one after the other ([L]), and their places in micro-batches."""
 
     def __init__(self, sequences: Items[Sequence]) -> None:
         self.lengths = torch.tensor([s.response_length for s in sequences], dtype=torch.long)
@@ -373,18 +374,21 @@ class Labels:
         self._sequences = sequences
 
     def of(self, name: str) -> Tensor:
-        """[L] values of a field, as the sequences have them."""
+        """Return the values [L] of a field of the sequences."""
         parts = [sequence[name] for sequence in self._sequences]
         return torch.from_numpy(np.concatenate([np.zeros(0, FIELDS[name].dtype), *parts]))
 
     def ends(self) -> Tensor:
-        """[L] bool: the last label of each sequence, of which each has one."""
+        """Return a mask [L] bool of the last label of each sequence. Each sequence needs at least one label."""
         found = torch.zeros(self.count, dtype=torch.bool)
         found[self._starts + self.lengths - 1] = True
         return found
 
     def places(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(tokens of a batch that is packed from the sequences and predict a label [n], the labels [n]); on the host."""
+        """Return (tokens of a batch that predict a label [n], indices of these labels [n]) on the host.
+
+        The batch must be packed from the sequences.
+        """
         ids, positions = batch.segments.ids.cpu(), batch.position_ids[0].cpu()
         tokens = (ids >= 0).nonzero()[:, 0]
         sequence = torch.tensor(batch.samples, dtype=torch.long)[ids[tokens]]
@@ -393,7 +397,7 @@ class Labels:
         return tokens[inside], (self._starts[sequence] + label)[inside]
 
     def collect(self, batches: Items[Batch], values: Items[Tensor | None]) -> Tensor:
-        """[L] fp32 on the host, of values [T] of each batch; 0 where this process has none."""
+        """Collect values [T] of each batch as [L] fp32 on the host; 0 for labels that this process does not have."""
         found = torch.zeros(self.count)
         for batch, of_batch in zip(batches, values, strict=True):
             if of_batch is not None:
@@ -402,7 +406,7 @@ class Labels:
         return found
 
     def give(self, batches: Items[Batch], name: str, values: Tensor) -> None:
-        """Set a field of the batches to values [L]."""
+        """Set a field of the batches to the values [L]."""
         for batch in batches:
             tokens, labels = self.places(batch)
             declared = FIELDS[name]
@@ -411,14 +415,14 @@ class Labels:
             batch.fields[name] = field.to(batch.mask.device)
 
     def rows(self, values: Tensor) -> Tensor:
-        """Values [L] as one row for each sequence, [B, T], with zeros behind its end."""
+        """Arrange values [L] as one row per sequence, [B, T], with zeros after the end of each sequence."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         rows = values.new_zeros(len(self.lengths), longest)
         rows[self._inside(longest)] = values
         return rows
 
     def flat(self, rows: Tensor) -> Tensor:
-        """[B, T] -> [L]."""
+        """Flatten rows [B, T] to values [L]."""
         return rows[self._inside(rows.shape[1])]
 
     def _inside(self, longest: int) -> Tensor:

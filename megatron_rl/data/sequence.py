@@ -1,8 +1,8 @@
-"""The carrier: one sequence of tokens with named values of its labels, from the rollout to the loss.
+"""A sequence of tokens with named values of its labels, which carries all data from the rollout to the loss.
 
-A label is a token that the model predicts: those of the response. Whatever is said of labels one by one (the mask of the
-loss, log-probs, advantages ...) is a field; packing, context-parallel cuts, `take`, device moves and records loop over the
-fields that a sequence has. A new field is one line of `FIELDS`.
+A label is a token of the response, which the model predicts. Values of single labels (loss mask, log-probs, advantages ...)
+are fields. Packing, context-parallel cuts, `take`, device moves and records loop over the fields of a sequence, so a new
+field is one line in `FIELDS`.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Field:
-    """A value of each label."""
+    """Declaration of a value that each label has."""
 
     dtype: type[np.generic]
     default: float = 0
-    """Value where a sequence does not have the field, and for packed tokens that are no labels."""
+    """Value for sequences without the field, and for packed tokens that are not labels."""
 
 
 FIELDS = {
-    "loss_mask": Field(np.bool_),  # whether the label counts in the loss: False for what the policy did not choose
-    "rollout_log_probs": Field(np.float32),  # as the engine returned them, under the sampling support
+    "loss_mask": Field(np.bool_),  # True if the label counts in the loss; False if the policy did not choose it
+    "rollout_log_probs": Field(np.float32),  # from the engine, under the sampling support
     "advantages": Field(np.float32),
     "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
     "reference_log_probs": Field(np.float32),  # of the frozen reference
     "teacher_log_probs": Field(np.float32),  # of the teacher that is distilled
     "values": Field(np.float32),  # of the state before the label, by the critic or reward model
-    "returns": Field(np.float32),  # what the critic's values are to be
-    "step_scores": Field(np.float32, np.nan),  # of a process reward model, where a step ends; NaN: none does
-    "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing
+    "returns": Field(np.float32),  # target of the critic's values
+    "step_scores": Field(np.float32, np.nan),  # of a process reward model, at the last label of a step; NaN elsewhere
+    "unit": Field(np.int32, -1),  # index of the scored unit that contains the label (trainer.units); -1: none
     "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
-    "text_bytes": Field(np.int32, -1),  # UTF-8 bytes of text that it stands for; -1: of none, or it is not known
+    "text_bytes": Field(np.int32, -1),  # number of UTF-8 bytes of the label's text; -1: no text, or not known
 }
 """The fields of a label."""
 
 
 @dataclass
 class RouterFeatures:
-    """Data of the engine's routers for c tokens of the response that they predicted; predictors learn from it."""
+    """Data of the engine's routers for c response tokens, as input for predictors."""
 
     positions: Tensor
-    """[c] int32, ascending: response token i was predicted from the features of the input token before it."""
+    """[c] int32, ascending. Entry i belongs to the input token before response token positions[i], which it predicts."""
     hidden: Tensor
-    """[c, moe_layers, hidden] in the engine's dtype: router inputs h; hidden is 0 where no predictor learns from them."""
+    """[c, moe_layers, hidden] in the engine's dtype: router inputs h; the width is 0 if no predictor learns from them."""
     logits: Tensor
-    """[c, moe_layers, experts] fp32: router logits z without the prediction."""
+    """[c, moe_layers, experts] fp32: router logits z, without a prediction added."""
 
     def since(self, start: int) -> RouterFeatures:
-        """Features of response tokens from `start` on."""
+        """Return the features of response tokens from `start` on."""
         return self._take(self.positions >= start)
 
     def before(self, end: int) -> RouterFeatures:
-        """Features of response tokens before `end`."""
+        """Return the features of response tokens before `end`."""
         return self._take(self.positions < end)
 
     def _take(self, keep: Tensor) -> RouterFeatures:
@@ -65,22 +65,22 @@ class RouterFeatures:
 
 @dataclass
 class TopLogProbs:
-    """A teacher's k likeliest tokens for each of m labels, with log-probs over its whole vocabulary."""
+    """A teacher's k most likely tokens for each of m labels, with log-probs over its whole vocabulary."""
 
     token_ids: np.ndarray
-    """[m, k] int32; -1: none."""
+    """[m, k] int32; -1 for a missing token."""
     log_probs: np.ndarray
-    """[m, k] float32, at temperature 1; 0 where there is no token."""
+    """[m, k] float32, at temperature 1; 0 for a missing token."""
 
     @classmethod
     def none(cls, labels: int, k: int) -> Self:
-        """Empty predictions for `labels` labels without recorded ones."""
+        """Return empty predictions for `labels` labels."""
         return cls(np.full((labels, k), -1, np.int32), np.zeros((labels, k), np.float32))
 
 
 @dataclass(kw_only=True)
 class Sequence:
-    """n tokens of which the last n - prompt_length are labels."""
+    """A sequence of n tokens, of which the last n - prompt_length are labels."""
 
     tokens: np.ndarray
     """[n] int32: prompt, then response."""
@@ -88,28 +88,28 @@ class Sequence:
     fields: dict[str, np.ndarray] = field(default_factory=dict)
     """[n - prompt_length] values by name of FIELDS: entry i belongs to `tokens[prompt_length + i]`."""
     kept: list[np.ndarray] | None = None
-    """Per label the ids that a truncating sampler kept, int32; None: the whole vocabulary."""
+    """Token ids, int32, that a truncating sampler kept for each label; None: the whole vocabulary."""
     routes: np.ndarray | None = None
-    """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
+    """[n - 1, moe_layers, topk]: the engine's experts of each input token; sentinels if the experts are not known."""
     gates: np.ndarray | None = None
-    """[n - 1, moe_layers, topk] float32: the weights, 0 to 1, that the engine gave these experts before
-    routed_scaling_factor; 0 in all slots of a token without."""
+    """[n - 1, moe_layers, topk] float32: weights of these experts in the engine, 0 to 1, before routed_scaling_factor. All
+    gates of a token are 0 if they are not known."""
     features: RouterFeatures | None = None
-    """Features of the engine's routers, where it exports them."""
+    """Features of the engine's routers, if the engine exports them."""
     top: TopLogProbs | None = None
     """The teacher's recorded predictions for the labels."""
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Self:
-        """A prompt with a response to imitate: every label counts."""
+        """Build a sequence from a prompt and a response to imitate: every label counts."""
         tokens = np.asarray([*prompt, *response], np.int32)
         return cls(tokens=tokens, prompt_length=len(prompt), fields={"loss_mask": np.ones(len(response), bool)})
 
     def cut(self, longest: int) -> list[Self]:
-        """The sequence in pieces of at most `longest` tokens, which are more than its prompt's and more than one.
+        """Cut the sequence into pieces of at most `longest` tokens. `longest` must exceed 1 and the length of the prompt.
 
-        A piece begins with the last token of the one before, so that every label is the label of one piece. Tokens and fields
-        alone are cut.
+        A piece begins with the last token of the piece before, so that every label belongs to exactly one piece. Only tokens
+        and fields are cut.
         """
         pieces, start, prompt = [], 0, self.prompt_length
         while start + prompt < len(self.tokens):
@@ -121,13 +121,13 @@ class Sequence:
         return pieces
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Values [n - prompt_length] of a field; its default where the sequence does not have it."""
+        """Return the values [n - prompt_length] of a field, or its default if the sequence does not have the field."""
         found = self.fields.get(name)
         declared = FIELDS[name]
         return np.full(self.response_length, declared.default, declared.dtype) if found is None else found
 
     def __setitem__(self, name: str, values: np.ndarray | float) -> None:
-        """Set values of a field, or one for all labels. Errors: KeyError for a name that is not declared."""
+        """Set the values of a field, or one value for all labels. Errors: KeyError for a name that is not declared."""
         self.fields[name] = np.broadcast_to(np.asarray(values, FIELDS[name].dtype), (self.response_length,)).copy()
 
     @property
@@ -137,5 +137,5 @@ class Sequence:
 
     @property
     def inputs(self) -> int:
-        """Tokens that enter the model: the last one is only predicted."""
+        """Number of tokens that enter the model: the last token is only predicted."""
         return len(self.tokens) - 1

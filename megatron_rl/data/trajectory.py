@@ -1,4 +1,4 @@
-"""One sampled response as it comes back from the engine with everything that the trainer needs to know about it."""
+"""A sampled response with all data from the engine that the trainer needs, and its record on disk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_rl.data.sequence import FIELDS, RouterFeatures, Sequence
 from megatron_rl.errors import UserError
 
 TRUNCATED = ("length", "turns", "tokens", "time")
-"""Endings that a limit brought about, before the policy ended."""
+"""Finish reasons that mean that a limit ended the response, not the policy."""
 OVERLONG = "overlong"
-"""The part of a reward that is about the response's length alone."""
+"""Name of the reward part that depends on the response's length alone."""
 
 
 @dataclass
 class WeightSpan:
-    """Response tokens [start, end) were sampled from the weights `version`."""
+    """Interval [start, end) of response tokens that were sampled with the weights `version`."""
 
     version: str
     start: int
@@ -32,59 +32,59 @@ class WeightSpan:
 
 @dataclass
 class Turn:
-    """A stretch of a conversation's response tokens: what the policy said, or what it was answered."""
+    """An interval of a conversation's response tokens: a reply of the policy, or an observation that answers it."""
 
     role: str
-    """assistant: sampled; tool or user: an observation."""
+    """assistant for sampled tokens; tool or user for an observation."""
     start: int
     end: int
     calls: list[str] = field(default_factory=list)
-    """Tools that a reply calls."""
+    """Names of the tools that a reply calls."""
     malformed: str = ""
-    """Error in a reply's call."""
+    """Error in the tool call of a reply; empty without an error."""
     seconds: float = 0.0
-    """The tools' time, of an observation."""
+    """Time that the tools took for an observation, in seconds."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The same in OpenAI's form, for readers with another tokenizer."""
+    """The same turn in OpenAI's form, for readers with another tokenizer."""
 
 
 @dataclass(kw_only=True)
 class Trajectory(Sequence):
-    """A prompt with a sampled response. Of its fields the engine gives loss_mask and rollout_log_probs."""
+    """A prompt with a sampled response. The engine sets the fields loss_mask and rollout_log_probs."""
 
     prompt_id: str
-    """Identifies the prompt in its data set."""
+    """Id of the prompt in its data set."""
     group_id: int
-    """Samples of one prompt in one step share it."""
+    """Id of the group: all samples of one prompt in one step."""
     finish_reason: str = "stop"
-    """stop | length | abort; of a conversation stop | turns | tokens | time | failure."""
+    """stop | length | abort; for a conversation stop | turns | tokens | time | failure."""
     support: dict[str, float] = field(default_factory=dict)
-    """Fields of the `SamplingSupport` that it was sampled under; empty where a record does not say."""
+    """Fields of the `SamplingSupport` of the sampling; empty if a record does not have them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     weights: str = ""
-    """Digest of the weights that its last token, and so its routes, came from; of a recorded trajectory with routes."""
+    """Digest of the weights that sampled the last token and computed the routes; set in recorded trajectories with routes."""
     text: str = ""
-    """The response, decoded; of a conversation its final answer."""
+    """Decoded response; the final answer of a conversation."""
     reward: float = 0.0
     outcome_reward: float = 0.0
-    """The reward of the whole as advantages see it: clipped, whitened, without what is paid at the ends of steps; in fp32."""
+    """Reward of the whole response as advantages use it, fp32: clipped, whitened, without rewards at the ends of steps."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     masked: bool = False
-    """Nothing of it trains, and its group's baseline leaves it out: what went wrong was not the policy's fault."""
+    """True if no token of it trains and its group's baseline ignores it, because a failure was not the policy's fault."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of a conversation."""
     part: int = 0
-    """Which sequence of its sample it is: an agent may lead several conversations for one prompt. Those behind the first, 0,
-    have its reward and its advantage."""
+    """Index of the sequence within its sample: an agent may hold several conversations for one prompt. Later sequences have the
+    reward and the advantage of the first (0)."""
 
     @property
     def truncated(self) -> bool:
-        """True if a limit ended it before the policy did."""
+        """True if a limit ended the response before the policy did."""
         return self.finish_reason in TRUNCATED
 
 
 # -- record --------------------------------------------------------------------------------------------------------------
-# Trajectories on disk: one .npz a step and data-parallel rank, written whole or not at all; no pickles.
+# Trajectories on disk: one .npz file per step and data-parallel rank, written atomically, without pickles.
 
 
 _PLAIN = (
@@ -94,12 +94,12 @@ _PLAIN = (
 
 
 def file_of(folder: Path, step: int, data_rank: int) -> Path:
-    """File of the trajectories that data-parallel rank `data_rank` trained on in step `step` (0-based)."""
+    """Return the file of the trajectories that data-parallel rank `data_rank` sampled for step `step` (0-based)."""
     return folder / f"step_{step:06d}.rank{data_rank}.npz"
 
 
 def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
-    """Write trajectories to `path` (a temporary file that is renamed). Errors: UserError naming it, of a full disk."""
+    """Write trajectories to `path` atomically. Errors: UserError naming the file if the disk is full."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +107,11 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
             write_trajectories(file, trajectories)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; free some space, or leave rollout.record out") from None
+        raise UserError(f"{path}: {error.strerror}; free some disk space, or turn off rollout.record") from None
 
 
 def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: np.ndarray) -> None:
-    """Write trajectories to a file that is open; more: arrays that go with them, by name."""
+    """Write trajectories to an open file. more: additional arrays by name."""
     arrays: dict[str, np.ndarray] = {}
     rows = []
     for index, t in enumerate(trajectories):
@@ -127,7 +127,7 @@ def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: 
         if t.gates is not None:
             arrays[f"{index}.gates"] = t.gates
         if t.features is not None:
-            bf16 = t.features.hidden.dtype == torch.bfloat16  # which numpy does not have
+            bf16 = t.features.hidden.dtype == torch.bfloat16  # numpy does not have this type
             arrays[f"{index}.positions"] = t.features.positions.numpy()
             arrays[f"{index}.hidden"] = (t.features.hidden.view(torch.int16) if bf16 else t.features.hidden).numpy()
             arrays[f"{index}.logits"] = t.features.logits.numpy()
@@ -138,16 +138,16 @@ def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: 
 
 
 def read_trajectories(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    """Read trajectories that `write_trajectories` wrote, from np.load's mapping.
+    """Read trajectories that `write_trajectories` wrote, from the mapping that np.load returns.
 
-    Errors: KeyError and others for anything else.
+    Errors: KeyError and other exceptions for other content.
     """
     rows = json.loads(arrays["rows"].tobytes())
     return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
-    """Read what save_trajectories wrote. Errors: UserError naming the file that is missing or damaged."""
+    """Read trajectories that `save_trajectories` wrote. Errors: UserError naming the file if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return read_trajectories(arrays)
@@ -160,10 +160,10 @@ def load_trajectories(path: Path) -> list[Trajectory]:
 def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Trajectory:
     kept = None
     if row.get("kept") is not None:
-        # np.split makes one part of no borders, where a response without tokens has none.
+        # Without borders, np.split would return one part, but a response without tokens has none.
         kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1]) if row["kept"] else []
     fields = {name: arrays[f"{index}.{name}"] for name in FIELDS if f"{index}.{name}" in arrays}
-    if f"{index}.log_probs" in arrays:  # what an older record calls them
+    if f"{index}.log_probs" in arrays:  # name of the field in older records
         fields["rollout_log_probs"] = arrays[f"{index}.log_probs"]
     features = None
     if f"{index}.positions" in arrays:
@@ -173,7 +173,7 @@ def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Traj
         if features.hidden.dtype == torch.int16:
             features.hidden = features.hidden.view(torch.bfloat16)
     return Trajectory(
-        **{key: row[key] for key in _PLAIN if key in row},  # what an older record does not know has a default
+        **{key: row[key] for key in _PLAIN if key in row},  # keys that an older record lacks get their defaults
         tokens=arrays[f"{index}.tokens"],
         fields=fields,
         kept=kept,

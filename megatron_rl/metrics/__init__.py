@@ -1,1 +1,1 @@
-"""Everything a run shows of itself: the mismatch between trainer and engine, the log, the report."""
+"""Metrics with their reductions, the log of a run, mismatch statistics and scores of evaluations."""

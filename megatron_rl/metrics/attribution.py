@@ -1,4 +1,4 @@
-"""How much of a mismatch each of its sources carries: the shares, and their table for the terminal and the report."""
+"""Sources of a mismatch: the share of each source, and a table of the shares for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ATTRIBUTION_FILE = "attribution.json"
 
 @dataclass(frozen=True)
 class Source:
-    """One thing in which trainer and engine differ, and what is left of the mismatch without it."""
+    """A difference between trainer and engine, and the mismatch that remains without it."""
 
     name: str
     """routes | gates | tail | attention | precision | all"""
     removed_by: str
-    """The replacement with which it was removed; or why it could not be removed."""
+    """Replacement that removed the source, or the reason why it could not be removed."""
     kl: float | None
-    """k3 estimate of KL(engine || trainer) without it, nats per token; None: not removed."""
+    """k3 estimate of KL(engine || trainer) without the source, nats per token; None if it was not removed."""
     share: float | None = None
-    """Share of the whole KL that went with it; below 0 where the mismatch grew."""
+    """Share of the whole KL that the removal took away; below 0 if the mismatch grew."""
     error: float | None = None
     """Standard error of the share, over the batch's sequences."""
 
@@ -38,19 +38,20 @@ class Attribution:
 
     step: int
     tokens: int
-    """Tokens of the loss, without those outside the run's safe set."""
+    """Number of loss tokens, without tokens outside the run's safe set."""
     sequences: int
     left_out: int
-    """Sequences that other weights have sampled too."""
+    """Number of sequences that were excluded, because several weight versions sampled them."""
     kl: float
     """KL of the run's own log-probs."""
     sources: list[Source]
 
 
 def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
-    """[3, S]: sums of `before` and of `after` [n] over a sequence's tokens that are finite in both, and their number.
+    """Return [3, S]: per sequence, the sums of `before` and of `after` [n], and the number of tokens.
 
-    A token that a removal brings into the safe set, or takes out of it, says nothing of the source.
+    Only tokens count that are finite in both. A token that enters or leaves the safe set by a removal says nothing about the
+    source.
     """
     common = before.isfinite() & after.isfinite()
     values = (torch.where(common, value, 0.0) for value in (before, after, torch.ones_like(before)))
@@ -58,10 +59,11 @@ def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
 
 
 def source(name: str, removed_by: str, before: Tensor, after: Tensor, tokens: Tensor) -> Source:
-    """From the sums of k3 over each sequence [S], as it is and without the source, and over how many tokens [S] each.
+    """Compute a source's KL, share and error from per-sequence sums of k3 [S], `before` and `after` it is removed.
 
-    The shares of sources that act independently, the engine's own among them, add up to 1, as the KL is to second order
-    half the variance of the difference of log-probs. The error is that of a ratio of two sums over independent sequences.
+    tokens: number of tokens of each sequence, [S]. The KL is to second order half the variance of the difference of
+    log-probs. So the shares of independent sources, with the engine's own, add up to 1. The error is the standard error of a
+    ratio of two sums over independent sequences.
     """
     whole, kl = float(before.sum()), float(after.sum()) / max(float(tokens.sum()), 1.0)
     if whole <= 0:
@@ -86,12 +88,12 @@ def load(run: Path) -> Attribution | None:
     return Attribution(**values | {"sources": [Source(**one) for one in values["sources"]]})
 
 
-HEADINGS = ("without", "which is", "KL, nats per token", "share of the KL")
+HEADINGS = ("without", "by", "KL, nats per token", "share of the KL")
 
 
 def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
-    """The table's rows under HEADINGS."""
-    rows = [("nothing", "as the run scores it", f"{found.kl:.3g}", "")]
+    """Return the rows of the table below HEADINGS."""
+    rows = [("nothing", "log-probs as in the run", f"{found.kl:.3g}", "")]
     for one in found.sources:
         share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"
         rows.append((one.name, one.removed_by, "-" if one.kl is None else f"{one.kl:.3g}", share))
@@ -99,13 +101,13 @@ def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
 
 
 def title(found: Attribution) -> str:
-    """The table's title: which tokens it is of."""
-    left_out = f", {found.left_out} sequences of several weights left out" if found.left_out else ""
+    """Return the title of the table, with step and number of tokens."""
+    left_out = f", without {found.left_out} sequences of several weight versions" if found.left_out else ""
     return f"Sources of the mismatch at step {found.step}: {found.tokens:,} tokens in {found.sequences} sequences{left_out}"
 
 
 def table(found: Attribution) -> Table:
-    """The table for the terminal."""
+    """Return the table for the terminal."""
     words, numbers = HEADINGS[:2], [Column(heading, justify="right") for heading in HEADINGS[2:]]
     shown = Table(*words, *numbers, title=title(found), title_justify="left")
     for row in rows(found):

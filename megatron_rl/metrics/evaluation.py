@@ -1,4 +1,4 @@
-"""Scores of an evaluation: n responses to each prompt. Pure functions."""
+"""Scores of an evaluation with n responses to each prompt. All functions are pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Hashable, Sequence
 
 
 def average_at_n(rewards: Sequence[Sequence[float]]) -> float:
-    """avg@n: mean over prompts of the mean reward of their responses. rewards: [prompts][n]."""
+    """Return avg@n: mean over prompts of the mean reward of their responses. rewards: [prompts][n]."""
     return _mean([_mean(row) for row in rewards])
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 1.0) -> float:
-    """pass@k: chance that one of k responses is right, unbiased from n >= k responses (arXiv 2107.03374, equation 1).
+    """Return pass@k: probability that at least one of k responses is right (arXiv 2107.03374, equation 1).
 
-    1 - C(n - c, k) / C(n, k), c of n responses having a reward of at least threshold. rewards: [prompts][n].
+    The estimate 1 - C(n - c, k) / C(n, k) is unbiased for n >= k responses, of which c have a reward of at least `threshold`.
+    rewards: [prompts][n]. Errors: ValueError if n < k.
     """
     estimates = []
     for row in rewards:
@@ -29,7 +30,7 @@ def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 
 def distinct_right(
     answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
 ) -> list[int]:
-    """How many different right answers each prompt got. answers, rewards: [prompts][n]."""
+    """Return the number of different right answers to each prompt. answers, rewards: [prompts][n]."""
     return [
         len({answer for answer, reward in zip(row, row_rewards, strict=True) if reward >= threshold})
         for row, row_rewards in zip(answers, rewards, strict=True)
@@ -39,9 +40,10 @@ def distinct_right(
 def collision(
     answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
 ) -> float | None:
-    """Chance that two right answers to a prompt are the same: mean over the prompts that have two, unbiased; None without any.
+    """Return the unbiased probability that two right answers to a prompt are equal; None without two right answers.
 
-    answers, rewards: [prompts][n]. It does not depend on how many are right, as `distinct_right` does.
+    It is a mean over the prompts with at least two right answers. Unlike `distinct_right`, it does not depend on the number
+    of right answers. answers, rewards: [prompts][n].
     """
     chances = []
     for row, row_rewards in zip(answers, rewards, strict=True):
@@ -52,15 +54,15 @@ def collision(
 
 
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
-    """maj@n: mean reward of each prompt's most frequent answer; among equally frequent ones the mean of theirs.
+    """Return maj@n: mean reward of each prompt's most frequent answer, or mean over equally frequent answers.
 
-    answers, rewards: [prompts][n]. Equal answers have equal rewards but for responses that were cut off: their mean counts.
+    answers, rewards: [prompts][n]. Equal answers have equal rewards, except for truncated responses; their mean counts.
     """
     scores = []
     for row, row_rewards in zip(answers, rewards, strict=True):
         counts = Counter(row)
         top = max(counts.values(), default=0)
-        # Answers that are equally frequent weigh the same: the mean of their means is the mean over their responses.
+        # Equally frequent answers have equal weights, so the mean of their means is the mean over their responses.
         scores.append(_mean([r for answer, r in zip(row, row_rewards, strict=True) if counts[answer] == top]))
     return _mean(scores)
 

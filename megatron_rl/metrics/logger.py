@@ -51,10 +51,10 @@ STANDARD = (
 
 
 class JsonLines:
-    """An append-only file of JSON objects with a "step", opened at its first write; each line reaches the disk at once.
+    """An append-only file of JSON objects with a "step". It is opened at the first write, and each line is flushed to the disk.
 
-    Opening cuts off what a run that goes on at `resume_step` will write again (later steps; everything where it is 0),
-    and a last line that a crash left half-written.
+    Opening removes the lines that a run which continues after `resume_step` will write again: later steps, or all lines if it
+    is 0. It also removes a last line that a crash left incomplete.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -63,7 +63,7 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Errors: UserError naming the file where it cannot be written (a full disk)."""
+        """Write a record. Errors: UserError naming the file if it cannot be written, for example to a full disk."""
         try:
             if self._file is None:
                 self._cut()
@@ -85,7 +85,7 @@ class JsonLines:
         os.replace(temporary, self.path)
 
     def close(self) -> None:
-        """Close the file, if it was opened. Errors: UserError where what it holds cannot be written."""
+        """Close the file if it is open. Errors: UserError if buffered lines cannot be written."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -96,9 +96,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log that may still be growing: an incomplete last line is left out, a missing file is empty.
+    """Read the records of a log that may still be growing. An incomplete last line is left out; a missing file is empty.
 
-    Errors: UserError naming file and line for one in the middle that is no JSON object with a step.
+    Errors: UserError naming file and line if an earlier line is not a JSON object with a step.
     """
     if not path.exists():
         return []
@@ -146,22 +146,22 @@ class RunLogger:
         self._exported = self._prometheus() if active and exports and config.logging.prometheus_port else None
 
     def say(self, line: str) -> None:
-        """A line for the user, above the progress line."""
+        """Print a line for the user above the progress line."""
         self._progress.say(line)
 
     def progress(self, done: int, wanted: int, what: str = "responses") -> None:
-        """How far the part of a step that is under way has come, in the progress line; seldom where that is no terminal."""
+        """Show the progress of the current part of a step in the progress line. Without a terminal, print it seldom."""
         self._progress.note(done, wanted, what)
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and the step's evaluation."""
+        """Write a line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and scores of the step's evaluation."""
         if self.active:
             values = self._write(step, {**metrics, **self._pending})
             self._pending = {}
             self._progress.step(step, values)
 
     def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
-        """Scores of `log_step`'s line of the same step; before the first step they are a line of their own."""
+        """Add scores to the line that `log_step` writes for the same step. Before the first step, write a separate line."""
         if not self.active or not scores:
             return
         said = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
@@ -172,9 +172,9 @@ class RunLogger:
             self._write(step, scores)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Rollouts of a step (report/samples.py chooses them) for samples.jsonl.
+        """Write rollouts of a step, which report/samples.py chooses, to samples.jsonl.
 
-        Each has prompt, response, reward, finish, count, reward/PART, and whatever else is given.
+        Each rollout has prompt, response, reward, finish, count, reward/PART, and any other keys that are given.
         """
         if self.active:
             for sample in samples:

@@ -1,8 +1,8 @@
-"""How far the engine that sampled and the trainer that learns are apart, token by token.
+"""Token-level mismatch between the engine that samples and the trainer that learns.
 
-d = trainer's log-prob - engine's log-prob of a sampled token, ratio = exp(d), p = the trainer's probability of it. What each
-rank measures can be added up: sums, extremes, and histograms that are fine near zero (their bins are even in asinh(d / 1e-6),
-1.7 % wide), so that quantiles need no gathering of all tokens.
+For a sampled token, d = trainer's log-prob - engine's log-prob, ratio = exp(d), and p = the trainer's probability. Results of
+ranks can be merged: they are sums, extremes and histograms. Bins of the histograms are even in asinh(d / 1e-6), 1.7 % wide
+and fine near zero, so that quantiles need no gathering of all tokens.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import torch
 from megatron_rl.algorithms.correction import effective_sample_size
 
 LIMIT = 20.0
-"""|d| is cut here: e^20 = 5e8."""
+"""Limit to which d is clamped: e^20 = 5e8."""
 HALF = 1024
-"""Bins on each side of zero."""
+"""Number of bins on each side of zero."""
 FINEST = 1e-6
 SPAN = math.asinh(LIMIT / FINEST)
 VALUES = np.sinh(np.arange(-HALF, HALF + 1) * (SPAN / HALF)) * FINEST
-"""The value that a bin stands for."""
+"""Value of d that each bin stands for."""
 BELOW = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 1.0)
 """Upper ends of the classes of p."""
 TAIL = 0.01
-"""p below which a token counts as one of the tail."""
+"""Largest p of a token in the tail."""
 CERTAIN = 1e-3
-"""1 - p below which rounding of the log-prob itself hides the (1 - p) law: such tokens are left out of its fit."""
+"""Smallest 1 - p of a token in the fit of the (1 - p) law. Below it, rounding of the log-prob hides the law."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Mergeable statistics of one set of tokens; the empty set is the neutral element."""
+    """Mergeable statistics of a set of tokens. The statistics of an empty set are the neutral element."""
 
     tokens: int = 0
     not_finite: int = 0
-    """Tokens left out because d is no finite number."""
+    """Number of tokens that are left out because d is not finite."""
     zero: int = 0
-    """Number of these with ratio 0: a trainer that has pruned the token says -inf."""
+    """Number of the tokens in `not_finite` with ratio 0: the trainer pruned the token, so its log-prob is -inf."""
     k1: float = 0.0
     """Sum of -d."""
     k3: float = 0.0
@@ -51,36 +51,36 @@ class Mismatch:
     ratio: float = 0.0
     ratio_squared: float = 0.0
     surprise: float = 0.0
-    """Sum of the engine's -log-probs."""
+    """Sum of the engine's negative log-probs."""
     lowest: float = math.inf
-    """Smallest and largest d."""
+    """Smallest d; `highest` is the largest d."""
     highest: float = -math.inf
     safe: int = 0
-    """Tokens that are known to lie in the trainer's safe set, and their sum of ratio - 1 - d."""
+    """Number of tokens that are known to lie in the trainer's safe set; `safe_k3` is their sum of ratio - 1 - d."""
     safe_k3: float = 0.0
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
     """[2 * HALF + 1] counts of d."""
     bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
-    """[HALF + 1] counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of "Taming the Tail" (Li et al.) needs at
-    least; of tokens that one of the two sides is not sure of."""
+    """[HALF + 1] counts of |d| / (2 (1 - p)), the smallest logit error that explains d by proposition 4.2 of "Taming the Tail"
+    (Li et al.). Only tokens of which at least one side is not certain count."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros((len(BELOW), 4)))
-    """[len(BELOW), 4] by p: tokens, sum of |d|, sum of -d, sum of d^2."""
+    """[len(BELOW), 4] by class of p: number of tokens, sum of |d|, sum of -d, sum of d^2."""
     largest: np.ndarray = field(default_factory=lambda: np.zeros(len(BELOW)))
-    """[len(BELOW)] by p: largest |d|."""
+    """[len(BELOW)] by class of p: largest |d|."""
     sequences: tuple[float, ...] = ()
-    """Sum of d of each sequence."""
+    """Sum of d over each sequence."""
     largest_mean: float = math.nan
-    """Largest |mean of d| of a sequence over its tokens of finite d; NaN: there is none."""
+    """Largest |mean of d| of a sequence over its tokens with finite d; NaN without such tokens."""
 
     def __add__(self, other: Mismatch) -> Mismatch:
-        """Statistics of both parts' tokens together."""
+        """Merge the statistics of two sets of tokens."""
         extremes = {"lowest": min, "highest": max, "largest": np.maximum, "largest_mean": _larger}
         operations = {name: extremes.get(name, operator.add) for name in vars(self)}
         return Mismatch(**{name: add(getattr(self, name), getattr(other, name)) for name, add in operations.items()})
 
 
 def _larger(one: float, other: float) -> float:
-    return float(np.fmax(one, other))  # of a number and NaN, the number
+    return float(np.fmax(one, other))  # ignores NaN if the other value is a number
 
 
 def _bins(values: torch.Tensor) -> torch.Tensor:
@@ -95,10 +95,10 @@ def measure(
     safe: torch.Tensor | None = None,
     means: Iterable[float] = (),
 ) -> Mismatch:
-    """Statistics of the masked-in tokens. All of one shape, on one device; computed in fp64.
+    """Compute the statistics of the masked-in tokens in fp64. The tensors have one shape and one device.
 
-    sequences: sum of d over each sequence, -inf where it has a token that the trainer has pruned. safe: whether a token lies
-    in the trainer's safe set; None: not known. means: mean of d over the tokens of each sequence whose d is finite.
+    sequences: sum of d over each sequence, -inf if it has a token that the trainer pruned. safe: True for tokens in the
+    trainer's safe set; None if not known. means: mean of d over the tokens of each sequence with finite d.
     """
     largest_mean = max((abs(value) for value in means), default=math.nan)
     mask = mask.bool()
@@ -115,7 +115,7 @@ def measure(
     sums = torch.stack([part.sum() for part in parts] + [d.min(), d.max()]).tolist()
 
     train = (engine + d).clamp(max=0.0)
-    rest = -torch.minimum(engine, train).expm1()  # 1 - p, the larger of both sides': above that of any point between
+    rest = -torch.minimum(engine, train).expm1()  # 1 - p for the smaller p of both sides
     sure = rest < CERTAIN
     needed = _bins(absolute[~sure] / (2 * rest[~sure])) - HALF
     members = torch.bucketize(train.exp(), torch.tensor(BELOW[:-1], dtype=torch.float64, device=d.device), right=True)
@@ -137,7 +137,7 @@ def measure(
 
 
 def quantile(counts: np.ndarray, values: np.ndarray, share: float) -> float:
-    """The value below or at which `share` of the counts lie; NaN where nothing was counted."""
+    """Return the value at or below which `share` of the counts lie; NaN if there are no counts."""
     cumulative = np.cumsum(counts)
     if not cumulative[-1]:
         return math.nan
@@ -151,13 +151,13 @@ NAMES = (
 
 
 def figures(measured: Mismatch) -> dict[str, float]:
-    """Names and numbers for the log; NaN where there is no token.
+    """Return the numbers for the log by name; NaN if there is no token.
 
-    kl: k3 estimate of KL(engine || trainer), in nats per token (the tokens are the engine's); k1: its plain
-    estimate; chi2: mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine; ppl_gap: trainer's
-    perplexity of the tokens minus the engine's; ess, sequence_ess: effective sample size of the ratios of tokens and of
-    whole sequences, as a share of their number (1: no mismatch); ratio_*: extremes and quantiles of the ratio; abs_*: of
-    |d|. Tokens of ratio 0 count in chi2 and ess, and in no other: to kl they would be infinite.
+    kl: k3 estimate of KL(engine || trainer), in nats per token (the engine sampled the tokens). k1: its plain estimate. chi2:
+    mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine. ppl_gap: perplexity of the tokens under
+    the trainer minus perplexity under the engine. ess, sequence_ess: effective sample size of the ratios of tokens and of
+    whole sequences, as a share of their number (1 without mismatch). ratio_*: extremes and quantiles of the ratio. abs_*:
+    statistics of |d|. Tokens of ratio 0 count in chi2 and ess only, because they would make the other numbers infinite.
     """
     n = measured.tokens
     with_zero = n + measured.zero
@@ -187,20 +187,21 @@ def figures(measured: Mismatch) -> dict[str, float]:
 
 
 def with_law(measured: Mismatch) -> dict[str, float]:
-    """`figures`, the KL by other sets of tokens, and where in the distribution, and in which sequences, the mismatch sits.
+    """Return `figures`, the KL over other sets of tokens, and the distribution of the mismatch over tokens and sequences.
 
-    log_ppl_gap_max: the largest difference of a sequence's log-perplexity between engine and trainer, |mean of d|, tokens of
-    ratio 0 left out.
+    log_ppl_gap_max: largest difference of a sequence's log-perplexity between engine and trainer, which is |mean of d|.
+    Tokens of ratio 0 are left out.
     """
     of_sequences = {} if math.isnan(measured.largest_mean) else {"log_ppl_gap_max": measured.largest_mean}
     return figures(measured) | of_sequences | kl_figures(measured) | law_figures(measured)
 
 
 def kl_figures(measured: Mismatch) -> dict[str, float]:
-    """The k3 estimate of `figures` over other tokens, so that runs with and without pruning compare; absent where none is.
+    """Return the k3 estimate over other sets of tokens, to compare runs with and without vocabulary pruning.
 
-    kl_capped: with those of ratio 0, whose log-ratio counts as -20: each adds e^-20 - 1 + 20, about 19. kl_safe: of those in
-    the trainer's safe set (with pruning the tokens of both sides' sets, and so kl itself), where it is known which they are.
+    kl_capped: KL that includes the tokens of ratio 0 with a log-ratio of -20; each adds e^-20 - 1 + 20, about 19. kl_safe: KL
+    of the tokens in the trainer's safe set, if the set is known. With pruning, sampled tokens lie in both sides' sets, so
+    kl_safe equals kl. A key is missing without tokens.
     """
     found, n = {}, measured.tokens + measured.zero
     if n:
@@ -211,13 +212,13 @@ def kl_figures(measured: Mismatch) -> dict[str, float]:
 
 
 def law_figures(measured: Mismatch) -> dict[str, float]:
-    """Place of the mismatch in the distribution ("Taming the Tail", section 4.3); absent where there is no token.
+    """Return the place of the mismatch in the distribution ("Taming the Tail", section 4.3); empty if there is no token.
 
-    epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
-    for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. tail_bias: mean of
-    engine's - trainer's log-prob over sampled tokens with p < 0.01, positive by proposition 4.3 (and selected by the
-    trainer's p: among tokens of one engine's p there is no such bias); tail_bias_z: the same in
-    standard errors. p<X/NAME, for the tokens with p below X and not below the X before: tokens, abs, bias, abs_max.
+    epsilon_p99, epsilon_p100: logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and for all tokens
+    (proposition 4.2); p is the smaller probability of both sides, and e is at most 20. tail_bias: mean of the engine's minus
+    the trainer's log-prob over sampled tokens with p < 0.01. It is positive by proposition 4.3, because the trainer's p
+    selects the tokens; tokens that are selected by the engine's p have no such bias. tail_bias_z: tail_bias in standard
+    errors. p<X/NAME: tokens, abs, bias and abs_max of the tokens with p below X, and not below the X of the class before.
     """
     if not measured.tokens:
         return {}

@@ -1,4 +1,4 @@
-"""Metrics of pairs and of labels: how often, by how much and how surely scores are right."""
+"""Metrics of preference pairs and of labeled scores: accuracy, margin and calibration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_rl.metrics.reduce import Metrics, derived, mean
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
-    """Metrics of pairs [P] of scores. The names are TRL's, where it has them.
+    """Return metrics of the scores of P pairs, [P] each. The names are TRL's if TRL has the metric.
 
-    accuracy: share of the pairs in which the chosen one has the higher score, equal ones counting half; margin: mean
-    difference; chosen, rejected: mean scores; calibration_error: how far the share of right pairs is from what the model gives
-    them, sigmoid(difference), mean over ten bins of it.
+    accuracy: share of the pairs whose chosen response has the higher score; equal scores count half. margin: mean difference.
+    chosen, rejected: mean scores. calibration_error: difference between the share of right pairs and the model's probability
+    sigmoid(difference), as a mean over ten bins of that probability.
     """
     chosen, rejected, count = chosen.detach(), rejected.detach(), len(chosen)
     right = ((chosen - rejected).sign() + 1) / 2
@@ -30,11 +30,12 @@ def pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
 
 
 def label_metrics(scores: Tensor, labels: Tensor) -> Metrics:
-    """Metrics of all N scores of an update, logits of labels from 0 to 1. Above 1/2 a label is a yes, below a no, 1/2 neither.
+    """Return metrics of all N scores of an update, which are logits of labels from 0 to 1.
 
-    accuracy: share of the scores on the label's side, where scores of 0 and labels of 1/2 count half; positives: share of the
-    yeses, a 1/2 counting half; auc: area under the ROC curve, 1/2 for who knows nothing, whatever that share is, and left out
-    where all are of one kind; calibration_error: how far the mean label is from the mean probability, mean over ten bins of it.
+    A label above 1/2 is positive, below 1/2 negative, and 1/2 is neither. accuracy: share of the scores on the label's side;
+    scores of 0 and labels of 1/2 count half. positives: share of positive labels; a label of 1/2 counts half. auc: area under
+    the ROC curve; it is 1/2 without knowledge, for any share of positives, and is left out if one kind is missing.
+    calibration_error: difference between mean label and mean probability, as a mean over ten bins of the probability.
     """
     scores, labels = scores.detach(), labels.detach()
     sides = (labels - 0.5).sign()

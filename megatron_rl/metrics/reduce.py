@@ -1,4 +1,4 @@
-"""Typed metrics: a value is declared where it is computed, with its reduction over micro-batches, updates and ranks.
+"""Typed metrics: each value declares, at its computation, its reduction over micro-batches, updates and ranks.
 
     metrics = {"entropy": mean(entropy_sum, tokens), "corrected/weight_max": maximum(weights.max()), "tokens": total(tokens)}
     merged = merge([metrics, others])         # over micro-batches, and then over ranks
@@ -20,69 +20,67 @@ import torch
 
 Value = float | int | np.ndarray | torch.Tensor
 Figure = float | Mapping[str, float] | Sequence[float] | None
-"""Value of a metric NAME, or a mapping for NAME/KEY, or a sequence for NAME_0, NAME_1, ...; None: it has no value."""
+"""Number NAME; or a mapping for NAME/KEY; or a sequence for NAME_0, NAME_1, ...; None without a value."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Parts that can be merged, and the figure that they make once all are there. `finish`, a module's function, is pickled."""
+    """Parts that can be merged, and a function of the merged parts. Metrics are pickled, so `finish` is a module's function."""
 
     parts: tuple[Any, ...]
-    """Numbers or arrays, those of one name of the same shapes everywhere; of sums also what has a `+` of its own."""
+    """Numbers or arrays; parts of one name have the same shapes everywhere. Sums may also have parts with their own `+`."""
     operation: Literal["sum", "max", "min"]
     finish: Callable[..., Figure]
-    """Merged parts -> the figure, NaN or None where it has no value; or several, as `Figure` says."""
+    """Function from merged parts to a figure (see `Figure`), NaN or None without a value."""
     across: Literal["parts", "mean", "sum"] = "parts"
-    """Rule that combines the values of updates and layers: their parts are merged, or their figures are averaged or
-    added up.
-    """
+    """Rule for the values of several updates and layers: merge their parts, average their figures, or sum their figures."""
     also: tuple[str, ...] = ()
-    """Further names that it counts for: a layer's, of all layers."""
+    """Further names that the value counts for: a layer's value also counts for all layers."""
 
 
 Metrics = dict[str, Metric]
 
 
 class Gathers(Protocol):
-    """Ranks, as far as they are asked here."""
+    """Process group that can gather values."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes."""
+        """Return the values of all processes."""
         ...
 
 
 def total(value: Value) -> Metric:
-    """The sum of all values."""
+    """Return a metric that is the sum of all values."""
     return Metric((value,), "sum", float)
 
 
 def maximum(value: Value) -> Metric:
-    """The largest value."""
+    """Return a metric that is the largest value."""
     return Metric((value,), "max", float)
 
 
 def minimum(value: Value) -> Metric:
-    """The smallest value."""
+    """Return a metric that is the smallest value."""
     return Metric((value,), "min", float)
 
 
 def ratio(numerator: Value, denominator: Value) -> Metric:
-    """The sum of the numerators / the sum of the denominators; NaN where that is 0."""
+    """Return a metric: sum of the numerators / sum of the denominators; NaN if the denominators sum to 0."""
     return Metric((numerator, denominator), "sum", _ratio)
 
 
 def mean(total_of_values: Value, count: Value) -> Metric:
-    """The mean of `count` values, as tokens or updates, whose sum is `total_of_values`; 0 where there are none."""
+    """Return the mean of `count` values (for example tokens) whose sum is `total_of_values`; 0 without values."""
     return Metric((total_of_values, count), "sum", _mean)
 
 
 def alike(value: float, *, across: Literal["mean", "sum"]) -> Metric:
-    """A number of an update that all ranks have alike."""
+    """Return a metric of an update that has the same value on all ranks."""
     return Metric((value,), "max", float, across)
 
 
 def derived(finish: Callable[..., Figure], *parts: Any) -> Metric:
-    """Figures of sums that are no ratios: `finish` (a function of a module) is called with the merged parts."""
+    """Return a metric that is any function of sums. `finish` (a module's function) gets the merged parts."""
     return Metric(parts, "sum", finish)
 
 
@@ -95,9 +93,9 @@ def _mean(value: float, count: float) -> float:
 
 
 def merge(several: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Metrics of several micro-batches, updates or ranks as one. A name may be missing in some of them.
+    """Merge metrics of several micro-batches, updates or ranks. A name may be missing in some of them.
 
-    Errors: ValueError for a name that is reduced in two ways.
+    Errors: ValueError if a name has two different reductions.
     """
     merged: Metrics = {}
     for metrics in several:
@@ -125,7 +123,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
-    """The same with numbers and numpy arrays (fp64) in place of tensors, in one transfer from the device."""
+    """Replace tensors by numbers and numpy arrays (fp64), with a single transfer from the device."""
     parts = (part for metrics in several for metric in metrics.values() for part in metric.parts)
     tensors = {id(part): part for part in parts if torch.is_tensor(part)}
     if not tensors:
@@ -146,16 +144,16 @@ def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
 
 
 def over_ranks(ranks: Gathers, several: Sequence[Mapping[str, Metric]]) -> Metrics:
-    """This process's metrics, those of its micro-batches apart -> of all processes. Collective."""
+    """Merge the metrics of this process's micro-batches, and then of all processes. Collective."""
     return merge(ranks.gather(merge(on_host(several))))
 
 
 def of_update(metrics: Mapping[str, Metric]) -> Metrics:
-    """Metrics of one update over all its micro-batches and ranks, as they count for those of a step."""
+    """Return metrics of one update, merged over all its micro-batches and ranks, in the form that a step merges."""
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":
-            figure = cast("float | None", metric.finish(*metric.parts))  # those with an `across` have one
+            figure = cast("float | None", metric.finish(*metric.parts))  # metrics with `across` are single numbers
             if figure is None:
                 continue
             metric = replace(mean(figure, 1) if metric.across == "mean" else total(figure), also=metric.also)
@@ -164,7 +162,7 @@ def of_update(metrics: Mapping[str, Metric]) -> Metrics:
 
 
 def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Name -> figure, of merged metrics on the host; without those that have no value (None)."""
+    """Return {name: figure} of merged metrics on the host, without metrics that have no value (None)."""
     found: dict[str, float] = {}
     for name, metric in metrics.items():
         figure = metric.finish(*metric.parts)

@@ -1,1 +1,1 @@
-"""Logs and pages of a run: the metrics of a step, samples, the report, the status."""
+"""Records and pages of a run: metrics of a step, sample rollouts, the report page, the status."""

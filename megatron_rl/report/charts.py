@@ -1,4 +1,4 @@
-"""The report's charts: some with a title and a scale of their own, one for each other metric, and how they are drawn."""
+"""Charts of the report: the declared charts, one more chart for each other metric, and their Vega-Lite specifications."""
 
 from __future__ import annotations
 
@@ -15,101 +15,101 @@ from megatron_rl.report.run_folder import Points
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; a chart without data is left out."""
+    """A chart of the report. The page leaves out a chart without data."""
 
     title: str
     note: str
     series: dict[str, str]
-    """{metric: label}; "a*b" stands for all metrics "a", anything, "b", and the label's * for what * was.
-    Of several runs only the first is shown."""
+    """{metric: label}. The pattern "a*b" stands for all metrics "a" + anything + "b"; a * in the label is the matched part.
+    If the page shows several runs, it draws the first series alone, for each run."""
     log: bool | None = False
-    """A log scale; None: where the values are above zero and spread over two powers of ten."""
+    """True for a log scale. None: a log scale if all values are above zero and spread over two powers of ten."""
     reach: tuple[float, float] | None = None
-    """The value axis covers at least this."""
+    """Smallest range that the value axis covers."""
     kind: Literal["lines", "points", "areas"] = "lines"
-    """points: lines with a mark at each value, not smoothed; areas: stacked."""
+    """lines; points (lines with a mark at each value, without smoothing); areas (stacked)."""
     unit: str = ""
 
 
 def _updates(title: str, note: str, metric: str, **more) -> Chart:
-    """A routing metric's mean over the inner updates of a rollout batch, and each update's own."""
+    """Return the chart of a routing metric: its mean over the updates of a rollout batch, and its value in each update."""
     return Chart(title, note, {f"routing/{metric}": "all updates", f"routing/update_*/{metric}": "update *"}, **more)
 
 
 # fmt: off
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Curves": (
-        Chart("Evaluation", "held-out prompts: mean reward, best of n, greedy",
+        Chart("Evaluation", "held-out prompts: mean reward, best of n samples, greedy decoding",
               {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"}, reach=(0, 1), kind="points"),
-        Chart("Evaluation sets", "mean reward at the sampling temperature, by the sets of eval.sets",
+        Chart("Evaluation sets", "mean reward at the sampling temperature, for each set of eval.sets",
               {"eval/*/score": "*"}, reach=(0, 1), kind="points"),
-        Chart("Evaluation sets, greedy", "mean reward of one response without sampling", {"eval/*/greedy": "*"},
+        Chart("Evaluation sets, greedy", "mean reward of one greedy response", {"eval/*/greedy": "*"},
               reach=(0, 1), kind="points"),
-        Chart("Different right answers", "of an evaluation's n responses to a prompt",
-              {"eval/distinct@*": "of *"}, kind="points"),
-        Chart("Reward", "mean over the step's rollouts", {"reward/mean": "reward"}),
-        Chart("Entropy", "of the policy, nats per token", {"entropy": "entropy"}),
-        Chart("Mismatch", "KL from the engine that samples to the trainer, nats per token",
-              {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"}, log=True),
-        Chart("Clip fraction", "tokens held back by the clip", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)),
-        Chart("Loss", "as it is minimized; of SFT also that of held-out demonstrations",
+        Chart("Different right answers", "among the n responses to a prompt in an evaluation",
+              {"eval/distinct@*": "among *"}, kind="points"),
+        Chart("Reward", "mean over the rollouts of the step", {"reward/mean": "reward"}),
+        Chart("Entropy", "entropy of the policy, nats per token", {"entropy": "entropy"}),
+        Chart("Mismatch", "KL divergence from rollout engine to trainer, nats per token",
+              {"mismatch/kl": "KL (k3)", "corrected/kl": "tokens that stay in the update"}, log=True),
+        Chart("Clip fraction", "share of the tokens with clipped ratio", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)),
+        Chart("Loss", "policy loss of the training; in SFT also the loss on held-out demonstrations",
               {"loss/policy": "loss", "eval/loss": "held out"}),
-        Chart("Perplexity", "of a token of held-out demonstrations or texts: exp of their loss",
+        Chart("Perplexity", "per token of held-out demonstrations or texts: exp(loss)",
               {"eval/perplexity": "held out"}, log=True, kind="points"),
-        Chart("Bits per byte", "of held-out demonstrations or texts, whatever the tokenizer",
+        Chart("Bits per byte", "on held-out demonstrations or texts; does not depend on the tokenizer",
               {"eval/bits_per_byte": "held out"}, kind="points"),
         Chart("KL to the reference", "nats per token",
-              {"kl/reference": "as updates find the policy", "kl/sampled": "of the policy that sampled"}),
+              {"kl/reference": "policy before the updates", "kl/sampled": "policy that sampled"}),
         Chart("Gradient norm", "before clipping", {"update/grad_norm": "norm"}, log=True),
         Chart("Throughput", "prompt and response tokens per second",
-              {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"}),
+              {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "per GPU of the trainer"}),
         Chart("GPU utilization", "MFU of the updates: model FLOPs as a share of the bf16 peak", {"throughput/mfu": "MFU"}),
-        Chart("GPU memory", "GB, of the trainer's process that has most",
+        Chart("GPU memory", "GB, in the trainer process that uses most",
               {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"}, unit="GB"),
-        Chart("Where a step's time goes", "seconds",
+        Chart("Step time by phase", "seconds",
               {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
     ),
     "Preferences": (
-        Chart("Preference loss", "as it is minimized, and on held-out comparisons",
+        Chart("Preference loss", "training loss, and loss on held-out comparisons",
               {"preference/loss": "loss", "eval/loss": "held out"}),
-        Chart("Accuracy", "share of the pairs in which the better response has the higher score",
+        Chart("Accuracy", "share of the pairs whose better response has the higher score",
               {"preference/accuracy": "trained on", "eval/accuracy": "held out"}, reach=(0, 1)),
-        Chart("Scores", "of chosen and rejected responses; of a policy beta x log-ratio to the reference",
+        Chart("Scores", "of chosen and rejected responses; a policy's score is beta x log-ratio to the reference",
               {"preference/chosen": "chosen", "preference/rejected": "rejected"}),
-        Chart("Margin", "score of the chosen response minus that of the rejected one",
+        Chart("Margin", "score of the chosen response minus score of the rejected response",
               {"preference/margin": "trained on", "eval/margin": "held out"}),
-        Chart("Calibration error", "of sigmoid(margin) as the chance to be right",
+        Chart("Calibration error", "of sigmoid(margin), read as the probability that the chosen response is better",
               {"preference/calibration_error": "trained on", "eval/calibration_error": "held out"}),
-        Chart("Log-probs", "of whole responses, nats", {
+        Chart("Log-probs", "sums over whole responses, nats", {
             "preference/chosen_log_probs": "chosen", "preference/rejected_log_probs": "rejected"}),
     ),
-    "Conversations": (Chart("Endings", "share of the conversations", {"agent/end_*": "*"}, reach=(0, 1)),),
+    "Conversations": (Chart("Ends of conversations", "shares by reason", {"agent/end_*": "*"}, reach=(0, 1)),),
     "Engine and trainer": (
-        Chart("Effective sample size", "of the ratios, as a share of the tokens or of the sequences",
+        Chart("Effective sample size", "of the importance ratios, as a share of the tokens or of the sequences",
               {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"}, reach=(0.95, 1)),
         Chart("Chi-square divergence", "of the trainer from the engine: mean of (ratio - 1)^2",
               {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"}, log=True),
-        Chart("Out of the update", "share of the tokens",
-              {"corrected/masked": "weight 0", "corrected/vetoed": "by the veto", "corrected/rejected": "by the rejection",
+        Chart("Tokens excluded from the update", "share of the tokens",
+              {"corrected/masked": "weight 0", "corrected/vetoed": "by the veto", "corrected/rejected": "by rejection",
                "corrected/bounded": "ratio changed by a bound"},
               reach=(0, 0.01)),
-        Chart("Drift of the policy", "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
+        Chart("Drift of the policy", "KL(engine || policy) after a step, nats per token; it triggers weight syncs",
               {"sync/kl": "KL (k3)"}, log=True),
     ),
     "Routing": (
-        _updates("Routing agreement", "experts in common: replayed route and current router, mean over tokens and layers",
+        _updates("Routing agreement", "experts that replayed route and current router share, mean over tokens and layers",
                  "agreement", reach=(0.98, 1)),
-        _updates("Route KL", "recorded against current router, nats per token and layer", "kl", log=True),
-        Chart("Agreement after the first update", "as above, of the updates before which routers have moved",
-              {"routing/later/agreement": "replayed", "routing/later/agreement_unpredicted": "had nothing been predicted"}),
-        Chart("Route KL after the first update", "as above, of the updates before which routers have moved",
-              {"routing/later/kl": "replayed", "routing/later/kl_unpredicted": "had nothing been predicted"}, log=True),
-        _updates("Predictor loss", "as it is minimized, from the second update on", "predictor_loss", log=True),
-        Chart("Routing staleness", "soft total variation between recorded and current router, 0 to 1",
+        _updates("Route KL", "recorded router against current router, nats per token and layer", "kl", log=True),
+        Chart("Agreement after the first update", "as above, for the updates that follow a change of the routers",
+              {"routing/later/agreement": "replayed", "routing/later/agreement_unpredicted": "without prediction"}),
+        Chart("Route KL after the first update", "as above, for the updates that follow a change of the routers",
+              {"routing/later/kl": "replayed", "routing/later/kl_unpredicted": "without prediction"}, log=True),
+        _updates("Predictor loss", "training loss of the predictors, from the second update on", "predictor_loss", log=True),
+        Chart("Routing staleness", "soft total variation between recorded router and current router, 0 to 1",
               {"routing/staleness": "staleness"}),
-        Chart("Engine agreement", "experts in common: rollout engine and trainer",
+        Chart("Engine agreement", "share of the experts that rollout engine and trainer have in common",
               {"routing/engine_agreement": "share"}, reach=(0.98, 1)),
-        Chart("Tokens without a route", "routed freely instead", {"routing/fallback_tokens": "tokens"}),
+        Chart("Tokens without a route", "the trainer's router chooses their experts", {"routing/fallback_tokens": "tokens"}),
     ),
     "Experts": (),
     "Other metrics": (),
@@ -118,7 +118,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 HEADINGS = {"agent": "Conversations", "preference": "Preferences", "routing": "Routing", "vp2o": "Experts"}
 HEADINGS |= dict.fromkeys(("mismatch", "corrected", "pruning", "sync"), "Engine and trainer")
 HEADINGS |= dict.fromkeys(("reward", "advantage", "response", "rollout", "loss", "kl", "update", "eval"), "Curves")
-"""Where the other metrics stand, by the first part of their names."""
+"""{first part of a metric's name: heading}, for the metrics that `SECTIONS` does not name."""
 NO_CURVES = ("step", "time/step_s", "log/not_finite", "eval/prompts", "mismatch/p<*/*", "routing/deviation_*")
 NO_CURVES += ("routing/layer_*/update_*/*",)
 _DECLARED = [pattern for charts in SECTIONS.values() for chart in charts for pattern in chart.series]
@@ -128,9 +128,9 @@ _STATISTIC = re.compile(r"[_/](mean|median|std|max|min|p\d+)$")
 
 
 def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
-    """{heading: charts} of a run's metrics: those of `SECTIONS`, and one for each metric that has no place there.
+    """Return {heading: charts} for the metrics of a run: the charts of `SECTIONS`, and one chart for each other metric.
 
-    A metric is in one chart with its values of layers or updates, and with its other statistics (mean, max, p99, ...).
+    The chart of a metric also has its values by layer or update, and its other statistics (mean, max, p99, ...).
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -152,8 +152,7 @@ def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
 
 # -- vega ----------------------------------------------------------------------------------------------------------------
 # Charts as Vega-Lite specifications: JSON that the page draws in the browser.
-# Colors are the names of the page's CSS variables, so that light and dark share a specification.
-
+# Colors are CSS variables of the page, so that light and dark mode share a specification.
 
 Spec = dict[str, Any]
 
@@ -170,7 +169,7 @@ LABEL = (
     "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
     " ? format(datum.value, '.3~e') : format(datum.value, ',')"
 )
-"""All digits that a tick has."""
+"""Vega expression that formats the label of a tick with all its digits."""
 CONFIG: Spec = {
     "background": None,
     "font": 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif',
@@ -186,25 +185,28 @@ CONFIG: Spec = {
 STEPS = {"field": "step", "type": "quantitative", "axis": {"labelExpr": LABEL, "tickMinStep": 1, "tickCount": 6}}
 STEPS |= {"scale": {"nice": False, "zero": False}}
 SMOOTHED_FROM = 25
-"""Points that a series must have to be shown with its running mean."""
+"""Smallest number of points at which a series is shown with its running mean."""
 ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
 MOST_ROWS, MOST_VALUES = 1000, 3000
-"""Most steps of a chart, and most numbers in it; above these, even pieces of the steps are averaged."""
+"""Most steps and most numbers of a chart. Above these limits, the chart shows means over equal groups of consecutive steps."""
 
 
 def color(index: int) -> str:
-    """Color of a series."""
+    """Return the color of a series."""
     return f"var(--s{index % len(SERIES)})"
 
 
 def shade(position: int, last: int) -> str:
-    """Colors of an ordered row from 1 to last; 0 is their mean's."""
+    """Return the color of series `position` in an ordered row from 1 to `last`; position 0 is the mean of the row."""
     share = 100 * (position - 1) / max(last - 1, 1)
     return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
 
 
 def table(series: Sequence[Points]) -> list[dict[str, float]]:
-    """Rows {"step", "s0", "s1", ...} without what a series lacks; many are averaged over even pieces of the steps."""
+    """Return rows {"step", "s0", "s1", ...}; a key is missing if its series has no value at the step.
+
+    If there are too many steps, each row is the mean over a group of consecutive steps.
+    """
     at: dict[int, dict[str, float]] = {}
     for i, found in enumerate(series):
         for step, value in found:
@@ -236,10 +238,10 @@ def lines(
     marks: bool,
     apart: bool = False,
 ) -> Spec:
-    """Lines over steps with a rule at the step under the mouse; a long series is a thin line with its running mean on it.
+    """Return a line chart over steps, with a rule at the step under the mouse.
 
-    With `marks` each value has one and nothing is smoothed. `apart`: the second line is broad and pale below the first, and
-    those after it are dashed, so that lines which coincide are all seen.
+    A long series is a thin line with its running mean drawn over it. marks: each value has a mark and nothing is smoothed.
+    apart: the second line is broad and pale below the first, and later lines are dashed, so that equal lines stay visible.
     """
     rows, fields = table(series), [f"s{i}" for i in range(len(series))]
     values = [value for found in series for _, value in found if value > 0 or not log]
@@ -262,7 +264,7 @@ def lines(
                 style |= {"strokeDash": [3, 5]}
         only = [[{"filter": f"datum.series == '{field}'"}] for field in fields]
         layers = [{"mark": mark | style, "transform": one} for style, one in zip(styles, only, strict=True)]
-        layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad one below
+        layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad line is drawn first, below the others
     elif max(map(len, series)) >= SMOOTHED_FROM:
         half = max(1, round(0.025 * len(rows)))
         window = {"window": [{"op": "mean", "field": "value", "as": "mean"}], "frame": [-half, half]}
@@ -276,7 +278,7 @@ def lines(
 
 
 def log_axis(low: float, high: float) -> Spec:
-    """A log scale with lines at powers of ten, and at their doubles and fives where the range is short."""
+    """Return a log scale with grid lines at powers of ten; a short range also has lines at 2 and 5 times these."""
     parts = (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [tick for p in powers for m in parts if low <= (tick := float(f"{m}e{p}")) <= high]
@@ -285,7 +287,7 @@ def log_axis(low: float, high: float) -> Spec:
 
 
 def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
-    """Series on top of each other over steps."""
+    """Return a chart of series stacked over steps."""
     fields = [f"s{i}" for i in range(len(series))]
     encoding = {
         "x": STEPS,
@@ -315,8 +317,11 @@ def _from_zero(values: Sequence[float]) -> bool:
 
 
 def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
-    """Shares of the numbers of slots, a bar a run on a log axis with its share on it; a share of zero has no bar."""
-    ids = {run: f"s{i}" for i, run in enumerate(colors)}  # a name would be cut into an expression
+    """Return a bar chart of shares by number of slots, one bar per run, on a log axis.
+
+    Each bar has its share as a text. A share of zero has no bar.
+    """
+    ids = {run: f"s{i}" for i, run in enumerate(colors)}  # names of runs could break a Vega expression
     rows = [
         {"slots": j, "run": run, "series": ids[run], "share": share, "text": short(share)}
         for run, shares in tails.items()
@@ -350,9 +355,9 @@ def _tip(*fields: str) -> list[Spec]:
 
 
 def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, kl: bool) -> Spec:
-    """A cell for each (layer, update): light is near to the current router, in a KL (log scale) as in an agreement.
+    """Return a heat map with a cell for each (layer, update). Light cells are near to the current router.
 
-    ends: of the color scale, see `heat_ends`.
+    kl: values are KL divergences (log scale, small is light); else agreements. ends: ends of the color scale (`heat_ends`).
     """
     rows = [
         {"layer": layer, "update": update, "value": value, "text": cell_text(value, kl=kl)}
@@ -381,7 +386,7 @@ def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, 
 
 
 def heat_ends(values: Sequence[float], *, kl: bool) -> tuple[float, float]:
-    """Round ends of a color scale: powers of ten of a KL; of an agreement multiples of 0.05."""
+    """Return round ends of a color scale: powers of ten for a KL divergence, multiples of 0.05 for an agreement."""
     if kl:
         powers = [math.log10(value) for value in values if value > 0] or [-1.0]
         low = math.floor(min(powers))
@@ -391,14 +396,14 @@ def heat_ends(values: Sequence[float], *, kl: bool) -> tuple[float, float]:
 
 
 def cell_text(value: float, *, kl: bool) -> str:
-    """Three digits; an agreement below one never reads as one."""
+    """Format a value with three digits (a KL divergence with two). An agreement below 1 never reads as 1."""
     if kl:
         return short(value)
     return f"{value:g}" if value in (0, 1) else f"{min(value, 0.999):.3f}".removeprefix("0")
 
 
 def short(value: float) -> str:
-    """0.0123 -> 0.012, 0.000123 -> 1.2e-4."""
+    """Format a number with two digits: 0.0123 -> 0.012, 0.000123 -> 1.2e-4."""
     if value == 0 or abs(value) >= 1e-3:
         return f"{value:.2g}"
     mantissa, power = f"{value:.1e}".split("e")
@@ -406,10 +411,10 @@ def short(value: float) -> str:
 
 
 def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
-    """|d log p| of sampled tokens by their probability (figure 1 of "Taming the Tail", Li et al.).
+    """Return the chart of |d log p| of sampled tokens by their probability (figure 1 of "Taming the Tail", Li et al.).
 
-    Marks at the mean and the largest of each class, the bound as a dashed line, and a dot at the mean of engine - trainer,
-    filled where it is above 0.
+    For each class of probabilities it has marks at the mean and at the largest value, and the bound as a dashed line. A dot
+    shows the size of the mean of engine - trainer; it is filled if that mean is above 0.
     """
     rows = [
         {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}

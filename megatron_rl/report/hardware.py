@@ -1,4 +1,4 @@
-"""A step's use of the trainer's GPUs: memory, utilization, tokens per second and GPU; nothing where there is none."""
+"""Use of the trainer's GPUs in a step: memory, utilization, tokens per second and GPU. No metrics on a machine without GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, float], epochs: float = 1.0) -> Metrics:
-    """Metrics of this process in the step that ends.
+    """Return the hardware metrics of this process in the step that ends.
 
-    trained: what this data-parallel rank's leader trained on, `epochs` times. times: seconds by name. Memory is that since the
-    last call, in GB of 10^9 bytes; MFU counts forward and backward of the updates, without recomputation and scoring.
+    trained: sequences that the leader of this data-parallel rank trained on, `epochs` times. times: seconds by name.
+    Memory is the peak since the last call, in GB of 10^9 bytes. MFU counts the FLOPs of forward and backward passes of the
+    updates; recomputation and scoring do not count.
     """
     if not torch.cuda.is_available():
         return {}
@@ -38,5 +39,5 @@ def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, 
 
 
 def per_second(run: Run, amount: float, seconds: float) -> Metric:
-    """Sum of all processes' amounts / the seconds that rank 0 needed."""
+    """Return a metric: the sum of all processes' amounts, divided by the seconds that rank 0 needed."""
     return ratio(amount, seconds if run.ranks.rank == 0 else 0.0)

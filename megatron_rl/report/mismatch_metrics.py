@@ -1,4 +1,4 @@
-"""Mismatch metrics of one step: engine against trainer before and after correction, and what the pruning took away."""
+"""Mismatch metrics of one step: engine against trainer, before and after the correction, and effects of vocabulary pruning."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def mismatch_metrics(
     pruned: bool,
     max_new_tokens: int,
 ) -> Metrics:
-    """Metrics of this process's micro-batches of a step, after their updates. Context-parallel ranks call it together.
+    """Return metrics of this process's micro-batches in a step, after their updates. Collective over context-parallel ranks.
 
-    mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
-    stayed in the update, with the importance weight in the place of the ratio where there is one (correction.mode), and
-    what became of the others. pruning/*: what the safe set leaves out. rewards: weights of the reward's parts. pruned:
-    pruning.enabled; max_new_tokens: rollout.max_new_tokens.
+    mismatch/* compare the policy before the updates with the engine. corrected/* are the same metrics over the tokens that
+    stay in the update, and the shares of the excluded tokens. If correction.mode sets importance weights, corrected/* use
+    the weights instead of the ratios. pruning/* describe what the safe set of vocabulary pruning excludes.
+
+    rewards: weights of the parts of the reward. pruned: config key pruning.enabled. max_new_tokens: config key
+    rollout.max_new_tokens.
     """
     corrects = correction.mode != "none" or bool(correction.veto) or correction.reject != "none" or pruned
     seen = chain.from_iterable(update.tokens for update in updates)
@@ -47,7 +49,7 @@ def mismatch_metrics(
         if corrects:
             weighted = correction.mode != "none"
             weights = batch.corrected.weights.log() if weighted else log_ratios
-            # Above the token's level every token has its sequence's weight.
+            # At a level above tokens, each token has the weight of its sequence.
             of_sequences = weighted and correction.level != "token"
             after = _measure(batch, batch.corrected.weights > 0, weights, of_sequences=of_sequences)
             found |= {"corrected": derived(mismatch.figures, after)} | _correction_metrics(batch)
@@ -60,7 +62,7 @@ def mismatch_metrics(
 
 @dataclass(frozen=True)
 class _Scored:
-    """One micro-batch and what its update said of each token, all [T]; on the host, as a GPU would be waited for many times."""
+    """One micro-batch and the results of its update for each token, all [T]. On the host: a GPU would block at each read."""
 
     mask: torch.Tensor
     rollout_log_probs: torch.Tensor
@@ -69,7 +71,7 @@ class _Scored:
     pruned: torch.Tensor
     corrected: TokenWeights
     safe: torch.Tensor | None = None
-    """True if a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
+    """True if a token lies in the trainer's safe set of pruning.rho. None unless it was computed; without pruning only."""
 
     @classmethod
     def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
@@ -87,7 +89,7 @@ def _measure(
     of_sequences: bool = False,
     safe: torch.Tensor | None = None,
 ) -> mismatch.Mismatch:
-    """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
+    """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank; all ranks add to their sums."""
     finite = mask & log_ratios.isfinite()
     parts = (torch.where(mask, log_ratios, 0.0), torch.where(finite, log_ratios, 0.0))
     total, of_finite, tokens, finite_tokens = batch.segments.sums(*parts, mask.double(), finite.double())
@@ -99,10 +101,11 @@ def _measure(
 
 
 def _correction_metrics(batch: _Scored) -> Metrics:
-    """Metrics of the correction.
+    """Return the metrics of the correction.
 
-    corrected/vetoed, rejected, bounded, masked: shares of the tokens that the veto dropped, that the rejection dropped,
-    whose ratio the mode changed, and that have a weight of 0 for whatever reason; corrected/weight_*: of the weights.
+    corrected/vetoed, rejected, bounded: shares of the tokens that the veto excludes, that rejection excludes, and whose ratio
+    the mode changes. corrected/masked: share of the tokens with weight 0 for any reason. corrected/weight_*: statistics of
+    the weights.
     """
     corrected, weights = batch.corrected, batch.corrected.weights[batch.mask]
     tokens, total = len(weights), float(weights.sum())
@@ -122,17 +125,17 @@ def _sample_size(total: float, squares: float, tokens: float) -> float:
 
 
 def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
-    """Metrics of what the safe set leaves out.
+    """Return the metrics of the tokens that the safe set excludes.
 
-    pruning/coverage: mean probability Z of the safe set, coverage_min its smallest; pruned_mass, pruned_mass_max: what is
-    left of 1; out_of_set: sampled tokens outside the trainer's set.
+    pruning/coverage: mean probability Z of the safe set; coverage_min: smallest Z. pruned_mass, pruned_mass_max: mean and
+    largest 1 - Z. out_of_set: number of sampled tokens outside the trainer's set.
 
-    pruning/bias_bound: R_max T (1 - Z_min), which bounds how far the expected reward of the pruned policy is from that of
-    the whole one (Li et al., proposition 5.5), with T = rollout.max_new_tokens, the smallest coverage in the states that
-    were sampled, and R_max the sum of the reward weights, as parts lie between 0 and 1; pruning/bias_mean: R_max T mean(1 - Z),
-    its form before the minimum is taken (eq. 26). largest: R_max T.
+    pruning/bias_bound: R_max T (1 - Z_min). It bounds the difference of expected reward between the pruned policy and the
+    whole policy (Li et al., proposition 5.5). T is rollout.max_new_tokens. Z_min is the smallest coverage in the sampled
+    states. R_max is the sum of the reward weights, because parts lie between 0 and 1. pruning/bias_mean: R_max T mean(1 - Z),
+    the form before the minimum is taken (equation 26). largest: R_max T.
     """
-    pruned = batch.pruned[batch.mask].double()  # in the form of 1 - Z, Z in fp32, it would end at 6e-8
+    pruned = batch.pruned[batch.mask].double()  # computing 1 - Z from Z in fp32 could not resolve values below 6e-8
     tokens, total = len(pruned), float(pruned.sum())
     most = float(pruned.max()) if tokens else 0.0
     return {

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run, finished or not, or about several runs side by side."""
+"""Self-contained HTML page about a run, finished or not, or about several runs side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_CHARACTERS = 3000
 
 @dataclass
 class Card:
-    """A drawn chart: what the page's script gets as JSON."""
+    """A chart that is ready to draw. The script of the page reads it as JSON."""
 
     title: str
     note: str
@@ -53,7 +53,7 @@ class Card:
 
 
 def report_command(folders: Sequence[Path]) -> None:
-    """Write the page, and print the runs' evaluations and where the page is. Errors: UserError as `write_report`."""
+    """Write the page, then print the evaluations of the runs and the path of the page. Errors: UserError as `write_report`."""
     page, console = write_report(folders), Console()
     for table in filter(None, [*map(before_after, folders), compared(folders)]):
         console.print(table)
@@ -61,13 +61,13 @@ def report_command(folders: Sequence[Path]) -> None:
 
 
 def write_report(run_dirs: Path | str | Sequence[Path | str]) -> Path:
-    """Write the page and return its path: report.html in the run's folder, or beside the first of several runs.
+    """Write the page and return its path: report.html in the run's folder, or beside the first of several run folders.
 
-    Errors: UserError where a folder holds no run, or the page cannot be written.
+    Errors: UserError if a folder holds no run or if the page cannot be written.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, (str, Path)) else [Path(folder) for folder in run_dirs]
     if not folders:
-        raise UserError("report: name at least one run's folder")
+        raise UserError("report: no run folder is given; name at least one")
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
@@ -108,7 +108,7 @@ def write_report(run_dirs: Path | str | Sequence[Path | str]) -> Path:
 
 @functools.cache
 def _library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script; it takes a second to put together."""
+    """Return Vega, Vega-Lite and Vega-Embed as one script. Building it takes about a second."""
     return vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]  # its stub lacks the default
 
 
@@ -143,7 +143,7 @@ def _facts(run: RunLog) -> list[str]:
 
 
 def _tiles(run: RunLog) -> list[tuple[str, float | None, float, str, float]]:
-    """(label, value before, value, note, change) of the figures at the page's top."""
+    """Return (label, value before, value, note, change) for each number at the top of the page."""
     tiles = []
     if scores := points(run.lines, "eval/score"):
         (first_step, first), (last_step, last) = scores[0], scores[-1]
@@ -178,11 +178,11 @@ def _differences(runs: list[RunLog]) -> dict[str, list[Any]]:
 
 
 def _section(runs: list[RunLog], hidden: set[str], name: str, charts: Sequence[Chart]) -> dict[str, list[Any]]:
-    """The cards of a section, and (title, note, value) of the charts that would be flat."""
+    """Return the cards of a section, and (title, note, value) of each chart whose series are all constant."""
     cards, constants = [], []
     for chart in charts:
-        if chart.kind == "areas" and len(runs) > 1:  # stacks of several runs would hide each other
-            chart = replace(chart, title="Time of a step", series={"time/step_s": "step"}, kind="lines")
+        if chart.kind == "areas" and len(runs) > 1:  # the stacked areas of several runs would hide each other
+            chart = replace(chart, title="Step time", series={"time/step_s": "step"}, kind="lines")
         series = _series(runs, hidden, chart)
         if series and all(len({value for _, value in found}) == 1 for _, _, found in series):
             constants += [
@@ -194,16 +194,16 @@ def _section(runs: list[RunLog], hidden: set[str], name: str, charts: Sequence[C
     cards += {"Engine and trainer": _probability_cards, "Routing": _routing_cards}.get(name, lambda _: [])(runs)
     narrow = [card for card in cards if not card.wide]
     if len(narrow) % 2:
-        narrow[-1].wide = True  # no hole in the grid
+        narrow[-1].wide = True  # fills the empty place in the grid
     return {"cards": cards, "constants": constants}
 
 
 Series = tuple[str, str, list[tuple[int, float]]]
-"""Label, color, points."""
+"""(label, color, points)."""
 
 
 def _series(runs: list[RunLog], hidden: set[str], chart: Chart) -> list[Series]:
-    """A chart's series with data: all of them for one run, the first one for each of several."""
+    """Return the series of a chart that have data: all series of a single run, or the first series of each of several runs."""
     series: list[Series] = []
     for index, run in enumerate(runs):
         names = {
@@ -214,13 +214,13 @@ def _series(runs: list[RunLog], hidden: set[str], chart: Chart) -> list[Series]:
         }
         shaded = (
             chart.kind == "lines" and len(names) > 1 and any("*" in label for label in list(chart.series.values())[1:])
-        )  # of updates, or of layers
+        )  # series of updates or layers
         for position, (metric, label) in enumerate(names.items()):
             found = points(run.lines, metric)
-            if position and (len(runs) > 1 or (shaded and found == series[0][2])):  # the only update is all of them
+            if position and (len(runs) > 1 or (shaded and found == series[0][2])):  # a single update equals the mean
                 continue
             if chart.log and all(value <= 0 for _, value in found):
-                label += " (zero, below a log scale)"
+                label += " (zero, not on a log scale)"
             if len(runs) > 1:
                 series.append((run.name, vega.color(index), found))
             else:
@@ -240,14 +240,14 @@ def _card(chart: Chart, series: list[Series], *, apart: bool) -> Card:
 
 
 def _probability_cards(runs: list[RunLog]) -> list[Card]:
-    labels = ("mean |d|", "largest |d|", "bound 2 e (1 - p)", "mean of engine - trainer (filled: above 0)")
+    labels = ("mean |d|", "largest |d|", "bound 2 e (1 - p)", "mean of engine - trainer (filled if positive)")
     legend = [(label, vega.color(i)) for label, i in zip(labels, (0, 4, 1, 2), strict=True)]
     cards = []
     for run in runs:
         if classes := by_probability(run.lines):
             bounds = {below: probability_bound(run.lines, below) for below in classes}
             title = "Mismatch by probability" + (f": {run.name}" if len(runs) > 1 else "")
-            note = "sampled tokens of all steps by the trainer's p; e is the logit error that bounds 99 % of them"
+            note = "sampled tokens of all steps by the trainer's p; e is the logit error that bounds 99 % of the tokens"
             cards.append(Card(title, note, vega.probability(classes, bounds), legend, wide=True))
     return cards
 
@@ -256,7 +256,7 @@ def _routing_cards(runs: list[RunLog]) -> list[Card]:
     cards, when = [], "; mean of the last quarter of the steps"
     colors = {run.name: vega.color(i) for i, run in enumerate(runs)}
     if tails := {run.name: shares for run in runs if (shares := deviation_tails(run.lines))}:
-        note = "share of the (token, layer) pairs by the slots in which replayed and current experts differ"
+        note = "share of the (token, layer) pairs by the number of slots in which replayed and current experts differ"
         legend = [(name, colors[name]) for name in tails]
         cards.append(Card("Deviation tails", note + when, vega.bars(tails, colors), legend, wide=True))
     for metric, title in (("agreement", "Agreement by layer and update"), ("kl", "Route KL by layer and update")):
@@ -264,14 +264,14 @@ def _routing_cards(runs: list[RunLog]) -> list[Card]:
         kl = metric == "kl"
         ends = vega.heat_ends([value for found in maps.values() for value in found.values()], kl=kl) if maps else (0, 1)
         for name, found in maps.items():
-            note = "light is near to the current router" + (", log scale" if kl else "") + when
+            note = "light cells are near to the current router" + (", log scale" if kl else "") + when
             heading = title + (f": {name}" if len(runs) > 1 else "")
             cards.append(Card(heading, note, vega.heat(found, ends, kl=kl), [], wide=True))
     return cards
 
 
 def _samples(run: RunLog, many: bool) -> dict[str, list[dict[str, Any]]]:
-    """{step's title: rollouts} of evenly spaced steps, the first and the last among them."""
+    """Return {title of a step: rollouts} for evenly spaced steps, including the first and the last step."""
     steps = sorted({sample["step"] for sample in run.samples})
     if len(steps) > MOST_SAMPLE_STEPS:
         every = (len(steps) - 1) / (MOST_SAMPLE_STEPS - 1)
@@ -281,8 +281,8 @@ def _samples(run: RunLog, many: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _details(sample: dict[str, Any]) -> str:
-    """How the response ended, and its reward's parts where there are several."""
+    """Return how the response ended, and the parts of the reward if there are several."""
     parts = {name.removeprefix("reward/"): value for name, value in sample.items() if name.startswith("reward/")}
     shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
-    masked = ["does not train"] if sample.get("masked") else []
+    masked = ["not trained on"] if sample.get("masked") else []
     return "\n".join([str(sample.get("finish", "")), *masked, *(shown if len(shown) > 1 else [])])

@@ -1,4 +1,4 @@
-"""A run's folder read back: its config, the lines of its log, and what a whole log says in a few numbers."""
+"""Content of a run's folder, read back: config, log records, samples, and summaries of the whole log."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, 
 from megatron_rl.metrics.mismatch import BELOW
 
 Lines = Sequence[Mapping[str, Any]]
-"""The records of one run's metrics.jsonl."""
+"""Records of one run's metrics.jsonl."""
 Points = list[tuple[int, float]]
-"""(step, value) where a metric has a value."""
+"""(step, value) pairs of a metric, for the steps at which it has a value."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """Content of a run's folder."""
+    """Config, log records and samples that a run's folder holds."""
 
     name: str
     folder: Path
@@ -40,11 +40,11 @@ class RunLog:
 
     @cached_property
     def metrics(self) -> dict[str, None]:
-        """The names that any line has, in their order."""
+        """Names that occur in any record, in order of first occurrence."""
         return metrics(self.lines)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key of the config; the default where it is missing or null."""
+        """Return the value of a dotted config key, or the default if the key is missing or null."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -52,18 +52,18 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
-        """The step of the last line; 0 without one."""
+        """Step of the last record; 0 if there is no record."""
         return self.lines[-1]["step"] if self.lines else 0
 
 
 def read_run(folder: Path) -> RunLog:
-    """Read a run's folder. Errors: UserError where it holds no run, or one that cannot be read."""
+    """Read a run's folder. Errors: UserError if it holds no run or if its files cannot be read."""
     config_file = folder / "config.yaml"
     if not config_file.exists() and not (folder / METRICS_FILE).exists():
         raise UserError(f"{folder} holds no run (neither config.yaml nor {METRICS_FILE})")
     try:
         config = parse_yaml(config_file.read_text()) if config_file.exists() else {}
-        config = hidden(config) if isinstance(config, dict) else {}  # an older run has its secrets there
+        config = hidden(config) if isinstance(config, dict) else {}  # older runs wrote secrets into the file
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{config_file}: not YAML: {yaml_problem(error)}") from None
     samples = [s for s in read_json_lines(folder / SAMPLES_FILE) if isinstance(s.get("response"), str)]
@@ -73,23 +73,26 @@ def read_run(folder: Path) -> RunLog:
 
 
 def number(value: Any) -> float | None:
-    """The value where it is a finite number."""
+    """Return the value if it is a finite number, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def points(lines: Lines, metric: str) -> Points:
-    """Steps and values of a metric."""
+    """Return (step, value) pairs of a metric."""
     return [(line["step"], value) for line in lines if (value := number(line.get(metric))) is not None]
 
 
 def metrics(lines: Lines) -> dict[str, None]:
-    """The names that any line has, in their order."""
+    """Return the names that occur in any record, in order of first occurrence."""
     return dict.fromkeys(name for line in lines for name in line)
 
 
 def named(names: Iterable[str], pattern: str) -> dict[str, str]:
-    """{metric: what its * stands for} of the names of a pattern "a*b", 4 before 16; a name alone is itself."""
+    """Return {metric: part that * matches} for the names that match a pattern "a*b", shortest part first.
+
+    A pattern without * returns itself.
+    """
     start, star, end = pattern.partition("*")
     if not star:
         return {pattern: ""}
@@ -98,7 +101,7 @@ def named(names: Iterable[str], pattern: str) -> dict[str, str]:
 
 
 def repeated(runs: Sequence[Lines]) -> set[str]:
-    """The eval/distinct@n that only repeat pass@n, as they do where a prompt has one right answer."""
+    """Return the eval/distinct@n metrics that equal pass@n, as they do if each prompt has a single right answer."""
     names = {name for lines in runs for name in named(metrics(lines), "eval/distinct@*")}
 
     def repeats(lines: Lines, name: str) -> bool:
@@ -108,21 +111,24 @@ def repeated(runs: Sequence[Lines]) -> set[str]:
 
 
 def evaluations(lines: Lines) -> list[tuple[str, Points]]:
-    """(title, points) of each eval metric."""
+    """Return (title, points) of each evaluation metric."""
     hidden = {"eval/prompts", *repeated([lines])}
     names = [name for name in metrics(lines) if name.startswith("eval/") and name not in hidden]
     return [(n.removeprefix("eval/").replace("_", " "), values) for n in names if (values := points(lines, n))]
 
 
 def side_by_side(runs: Sequence[RunLog]) -> dict[str, list[float]]:
-    """{title: the newest value of each run} of the eval metrics that all of several runs have."""
+    """Return {title: newest value of each run} for the evaluation metrics that all runs have; empty for a single run."""
     found = [{title: values[-1][1] for title, values in evaluations(run.lines)} for run in runs]
     shared = [title for title in found[0] if all(title in of_run for of_run in found)] if len(runs) > 1 else []
     return {title: [of_run[title] for of_run in found] for title in shared}
 
 
 def mean_of_last_quarter(lines: Lines, names: Collection[str]) -> dict[str, float]:
-    """Mean of each metric over the last quarter (rounded up) of the steps that have any of them, where it has a value."""
+    """Return the mean of each metric over the last quarter of the steps that have any of the metrics (rounded up).
+
+    A metric without a value in these steps is left out.
+    """
     found = [line for line in lines if any(number(line.get(name)) is not None for name in names)]
     recent = found[-math.ceil(len(found) / 4) :]
     means = {name: mean(number(line.get(name)) for line in recent) for name in names}
@@ -130,15 +136,16 @@ def mean_of_last_quarter(lines: Lines, names: Collection[str]) -> dict[str, floa
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the values that are there; None without one."""
+    """Return the mean of the values that are not None, or None if all are."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present else None
 
 
 def deviation_tails(lines: Lines) -> list[float | None]:
-    """Share of the (token, layer) pairs with J replayed experts that the current router would not pick, J = 0 .. k.
+    """Return shares of the (token, layer) pairs with J replayed experts that the current router would not pick, J = 0 .. k.
 
-    Mean over the last quarter of the steps; empty where the run logged none. Figure 4b of the Pr2 paper.
+    Each share is a mean over the last quarter of the steps. The list is empty if the run logged no shares. Figure 4b of the
+    Pr2 paper.
     """
     slots = named(metrics(lines), "routing/deviation_*")
     shares = {int(slots[name]): share for name, share in mean_of_last_quarter(lines, slots).items()}
@@ -146,7 +153,7 @@ def deviation_tails(lines: Lines) -> list[float | None]:
 
 
 def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], float]:
-    """{(model layer, update): value} of "agreement" or "kl"; mean over the last quarter of the steps.
+    """Return {(model layer, update): value} of the metric "agreement" or "kl", as means over the last quarter of the steps.
 
     Figure 6 of the Pr2 paper.
     """
@@ -157,7 +164,7 @@ def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], f
 
 
 def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
-    """{upper end of a class of p: tokens, abs, abs_max, bias of |d log p|} over all steps; classes with a token only."""
+    """Return {upper end of a class of p: tokens, abs, abs_max, bias of |d log p|} over all steps, without empty classes."""
     found = {}
     for below in BELOW:
         names = [f"mismatch/p<{below:g}/{name}" for name in ("tokens", "abs", "bias", "abs_max")]
@@ -171,9 +178,9 @@ def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
 
 
 def probability_bound(lines: Lines, below: float) -> float | None:
-    """2 e (1 - p), the largest |d log p| that logit errors of e cause, in the middle of a class of p.
+    """Return 2 e (1 - p), the largest |d log p| that logit errors of size e cause, at the middle p of a class.
 
-    e is the median of the steps' mismatch/epsilon_p99. The middle is geometric in the tail, arithmetic above 0.1.
+    e is the median of mismatch/epsilon_p99 over the steps. The middle is geometric up to 0.1 and arithmetic above 0.1.
     """
     epsilons = sorted(value for _, value in points(lines, "mismatch/epsilon_p99"))
     if not epsilons:
@@ -185,11 +192,11 @@ def probability_bound(lines: Lines, below: float) -> float | None:
 
 
 # -- summary -------------------------------------------------------------------------------------------------------------
-# The first and the last evaluation of a run, and the newest ones of several runs, side by side, for the terminal.
+# The first and the last evaluation of a run, and the newest evaluations of several runs side by side, for the terminal.
 
 
 def before_after(run_dir: Path) -> Table | None:
-    """Scores of a run's first and last evaluation; None where there are not two."""
+    """Return a table with the scores of a run's first and last evaluation; None if there are fewer than two evaluations."""
     found = [(t, points) for t, points in evaluations(read_json_lines(run_dir / METRICS_FILE)) if len(points) > 1]
     if not found:
         return None
@@ -203,7 +210,7 @@ def before_after(run_dir: Path) -> Table | None:
 
 
 def compared(run_dirs: Sequence[Path]) -> Table | None:
-    """The newest scores of several runs, of the metrics that all of them have; None without one."""
+    """Return a table with the newest scores of several runs; None if no evaluation metric occurs in all runs."""
     found = side_by_side(runs := [read_run(folder) for folder in run_dirs])
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Which rollouts a step keeps for the report, and which of a run's it shows first, so that a gamed reward is seen."""
+"""Rollouts that a step keeps for the report, and the rollouts that the report shows first, so that reward hacking is seen."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean
 
 Place = tuple[int, Hashable]
-"""(group, response or what stands for it): samples of one prompt share the group."""
+"""(group, response or a key for it). Samples of one prompt share the group."""
 
 
 def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[Place, int]:
-    """{place: how many of the step's rollouts have its response} of at most `most` (group, response, reward) to keep.
+    """Choose at most `most` of the (group, response, reward) rollouts, and return {place: rollouts with the same response}.
 
-    A quarter of them (rounded up) are the best-paid responses, then a quarter the most frequent ones, and the rest go from
-    prompt to prompt.
+    The first quarter (rounded up) are the responses with the highest rewards, the next quarter the most frequent responses.
+    The rest take turns over the prompts.
     """
     counts = Counter(response for _, response, _ in rollouts)
     groups: dict[int, list[Place]] = {}
     for group, response, _ in rollouts:
         groups.setdefault(group, []).append((group, response))
     best = sorted(rollouts, key=lambda r: (-r[2], -counts[r[1]]))
-    paid = {response: (group, response) for group, response, _ in reversed(best)}  # where each is paid best
+    paid = {response: (group, response) for group, response, _ in reversed(best)}  # the group with its highest reward
     quarter = -(-most // 4)
     chosen = [paid[response] for response in list(dict.fromkeys(r[1] for r in best))[:quarter]]
     chosen += [paid[response] for response, count in counts.most_common(quarter) if count > 1]
@@ -40,13 +40,13 @@ def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[P
 
 
 def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """The best-paid and the most frequent responses among a run's samples, each with its count over their steps."""
+    """Return a run's responses with the highest reward and the most frequent ones, each with its count over the steps."""
     found: dict[str, dict[str, Any]] = {}
     counted: set[tuple[int, str]] = set()
     for sample in samples:
         step, text, reward = sample["step"], sample["response"], sample.get("reward")
         one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": step})
-        if (step, text) not in counted:  # one response to two prompts is there twice, each with the whole count
+        if (step, text) not in counted:  # a response to two prompts is listed twice, each time with the whole count
             counted.add((step, text))
             one["count"] += sample.get("count", 1)
         if reward is not None and (one["best"] is None or reward >= one["best"]):
@@ -55,15 +55,15 @@ def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[
     scored = [one for one in found.values() if one["best"] is not None]
     paid = sorted(scored, key=lambda o: (-o["best"], -o["count"], -o["last"]))
     frequent = sorted((o for o in found.values() if o["count"] > 1), key=lambda o: -o["count"])
-    return {"Best paid": paid[:most], "Most frequent": frequent[:most]}
+    return {"Highest reward": paid[:most], "Most frequent": frequent[:most]}
 
 
 # -- responses -----------------------------------------------------------------------------------------------------------
-# Responses as people read them: what a trajectory says in words, one JSON line each.
+# Trajectories in readable form: one JSON line for each response.
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> dict[str, Any]:
-    """Prompt and response as text, the reward and its parts, how the response ended and whose weights sampled it."""
+    """Return prompt and response as text, the reward and its parts, how the response ended, and the weights that sampled it."""
     t = trajectory
     return {
         "prompt_id": t.prompt_id,
@@ -86,29 +86,29 @@ def _turn(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, turn: Turn
 
 
 def write_responses(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines, whole or not at all. Errors: UserError naming the file."""
+    """Write a file of JSON lines atomically. Errors: UserError naming the file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; free some space and start again") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}; free some disk space and start again") from None
 
 
 # -- agents --------------------------------------------------------------------------------------------------------------
-# What conversations did: turns, calls, how they ended, and what of them trains.
+# Statistics of conversations: turns, tool calls, reasons of ending, and tokens that train.
 
 
 ENDINGS = ("stop", "turns", "tokens", "time", "failure")
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Means over this leader's conversations of a step.
+    """Return means over this leader's conversations of a step.
 
-    agent/turns: replies; calls: calls of tools that were well formed; malformed: share of malformed ones among all that were
-    tried; tool_seconds: time of tools; end_X: share of samples that ended for reason X; response/trained: tokens that train
-    (those that the policy sampled), of the response/length with observations.
+    agent/turns: number of replies. calls: number of well-formed tool calls. malformed: share of malformed calls among all
+    attempted calls. tool_seconds: time of the tools in seconds. end_X: share of the samples that ended for reason X.
+    response/trained: number of tokens that train (sampled by the policy); response/length also counts observations.
     """
     count = len(trajectories)
     samples = [t for t in trajectories if not t.part]

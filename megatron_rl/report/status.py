@@ -1,4 +1,4 @@
-"""`megatron-rl status`: where a run stands, read from its folder alone, on any machine that sees it."""
+"""`megatron-rl status`: state of a run, read from its folder alone, on any machine that sees the folder."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from megatron_rl.report.run_folder import RunLog, number, read_run
 from megatron_rl.run.run_lock import NAME as LOCK
 
 FLOCK = "hhqqi4x"
-"""struct flock of Linux on 64 bits: type, whence, start, length, process."""
+"""Format of Linux's struct flock on 64 bits: type, whence, start, length, process."""
 RECENT = 10
-"""Steps over which times are taken."""
+"""Number of last steps over which times are taken."""
 SHOWN = ("reward/mean", "eval/score", "loss/policy", "mismatch/kl", "mismatch/ess", "rollout/stale", "rollout/restarts")
-"""Metrics whose newest values are shown."""
+"""Metrics whose newest values `status` shows."""
 
 
 @dataclass
 class Status:
-    """Where a run stands."""
+    """State of a run."""
 
     name: str
     folder: str
     state: str
-    """running | finished | stopped; unknown where the file system has no locks."""
+    """running | finished | stopped; unknown if the file system has no locks."""
     writer: str
-    """The process that writes there now, or did last."""
+    """Process that writes to the folder now, or that wrote to it last."""
     step: int
     steps: int | None
     seconds_per_step: float | None
-    """Median of the last steps."""
+    """Median over the last steps, in seconds."""
     idle_s: float | None
-    """Since the last line of the log."""
+    """Seconds since the last write to the log."""
     left_s: float | None
-    """Until the last step, at that pace."""
+    """Estimated seconds until the last step, at the pace of `seconds_per_step`."""
     checkpoints: list[str]
     unfinished: list[str]
-    """Saves that are under way, or were when their process ended."""
+    """Checkpoints whose saving is in progress, or was interrupted when the process ended."""
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    """Shares of the last steps' time."""
+    """Shares of the time of the last steps, by phase."""
     logs: list[str] = field(default_factory=list)
 
 
 def status_of(folder: Path) -> Status:
-    """Read a run's folder. Errors: UserError where it holds no run."""
+    """Read the state of a run from its folder. Errors: UserError if the folder holds no run."""
     log = read_run(folder)
     checkpoints = folder / "checkpoints"
     found = sorted(p.name for p in checkpoints.glob("step_*")) if checkpoints.is_dir() else []
@@ -88,7 +88,7 @@ def status_of(folder: Path) -> Status:
 
 
 def status_command(folders: Sequence[Path], as_json: bool = False) -> None:
-    """Print where each run stands. Errors: UserError where a folder holds none."""
+    """Print the state of each run. Errors: UserError if a folder holds no run."""
     found = [status_of(folder) for folder in folders]
     if as_json:
         print(json.dumps([asdict(status) for status in found], indent=2))
@@ -121,17 +121,17 @@ def as_table(status: Status) -> Table:
 
 
 def clock(seconds: float) -> str:
-    """hours:minutes:seconds."""
+    """Format a duration as hours:minutes:seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _writer(path: Path) -> tuple[str, bool | None]:
-    """(who locked the folder last, whether it still does; None: the file system has no locks)."""
+    """Return (process that locked the folder last, True if it still holds the lock). None: the file system has no locks."""
     try:
         with path.open(errors="replace") as file:
             writer = hide(file.read().strip())
-            # Asked, and not taken: a trainer that starts at this moment would find it locked.
+            # F_GETLK asks without taking the lock: otherwise a trainer that starts at this moment would find it taken.
             wanted = struct.pack(FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
             try:
                 found = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
@@ -164,7 +164,7 @@ def _shares(log: RunLog) -> dict[str, float]:
 
 
 def _logs(folder: Path, name: str) -> list[str]:
-    """Logs of the run's own servers, and of its newest attempt as a job (examples/slurm/common.sh)."""
+    """Return the logs of the run's own servers, and of its newest attempt as a Slurm job (examples/slurm/common.sh)."""
     found = [str(path) for path in sorted(folder.glob("sglang*.log"))]
     root = folder.resolve()
     for _ in Path(name).parts:

@@ -1,4 +1,4 @@
-"""The metrics of a step: rewards, losses, mismatch and times, put together over all ranks."""
+"""Metrics of a step: rewards, losses, mismatch and times, merged over all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.run.run import Clock, Run
 from megatron_rl.trainer.trainer import Update
 
 MOST_IDLE_STEPS = 10
-"""Steps in a row without an update, after which a run ends: the weights, and with them the responses, stay what they are."""
+"""Number of successive steps without an update after which a run ends: without updates, weights and responses stay the same."""
 
 
 def log_step(
@@ -33,10 +33,10 @@ def log_step(
     engine: Metrics,
     clock: Clock,
 ) -> None:
-    """Log the training step that has just ended (all ranks call; rank 0 writes). engine: this process's metrics of it."""
+    """Log the training step that has just ended. All ranks call this; rank 0 writes. engine: this process's engine metrics."""
     config = run.config
     measured = reward_metrics(trajectories, agents=config.rollout.program != "single_turn") | engine
-    # Of the first epoch, whose updates have each token once.
+    # Mismatch metrics use the first epoch, whose updates have each token once.
     learned, first = rollout_batch[: len(updates)], updates[: len(rollout_batch)]
     mismatch = mismatch_metrics(
         config.correction,
@@ -64,13 +64,14 @@ def log_line(
     *,
     epochs: float = 1.0,
 ) -> None:
-    """Write the line of a step: what this process measured, what updates did, and what it took. Collective.
+    """Write the metrics line of a step from measurements of all processes. Collective.
 
-    trained: this data-parallel rank's sequences; times: rank 0's are logged; epochs: how often a sequence was learned from.
+    measured: metrics of this process. trained: sequences of this data-parallel rank. times: seconds by name, logged from
+    rank 0. epochs: number of times that the updates use each sequence.
     """
     skipped = {"data/skipped_prompts": maximum(len(run.stream.skipped))}
     mine = [measured, skipped, hardware_metrics(run, trained, times, epochs)]
-    if run.ranks.rank == 0:  # an update's metrics are those of all ranks
+    if run.ranks.rank == 0:  # metrics of an update are already merged over all ranks
         mine += [{name: total(seconds) for name, seconds in times.items()}, *(update.metrics for update in updates)]
     found = figures(over_ranks(run.ranks, mine))
     run.logger.log_step(run.step, found)
@@ -78,11 +79,12 @@ def log_line(
 
 
 def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
-    """Steps in a row, this one included, in which all updates were left out. before: those until this one.
+    """Return the number of successive steps, up to this one, in which all updates were skipped.
 
-    found: the step's figures. Errors: UserError, the same on all processes, where they are MOST_IDLE_STEPS.
+    before: that number up to the previous step. found: numbers of the step's log line.
+    Errors: UserError, the same on all processes, if the number reaches MOST_IDLE_STEPS.
     """
-    if not updates:  # the critic alone learns
+    if not updates:  # only the critic trains
         return before
     if found["update/skipped"] < updates:
         return 0
@@ -91,16 +93,16 @@ def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
     raise UserError(
         f"nothing was learned in {MOST_IDLE_STEPS} steps: "
         + (
-            "no token counts in any update, since all responses are masked; look at response/truncated and"
-            " agent.on_truncation, and at correction.mode, its bounds and its veto"
+            "no token counts in any update, because all responses are masked; check response/truncated, agent.on_truncation"
+            " and correction.mode with its bounds and its veto"
             if math.isfinite(found["update/grad_norm"])
-            else "no gradient norm is finite (update/grad_norm); look at mismatch/not_finite, and lower optimizer.lr"
+            else "no gradient norm is finite (update/grad_norm); check mismatch/not_finite, and lower optimizer.lr"
         )
     )
 
 
 def reward_metrics(trajectories: list[Trajectory], *, agents: bool) -> Metrics:
-    """Rewards and lengths of this leader's trajectories of a step. agents: they are conversations."""
+    """Return rewards and lengths of this leader's trajectories of a step. agents: True if they are conversations."""
     samples = [t for t in trajectories if not t.part]
     return {
         "reward": derived(
@@ -116,12 +118,12 @@ def reward_metrics(trajectories: list[Trajectory], *, agents: bool) -> Metrics:
 
 
 def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> dict[str, float]:
-    """Mean and std of the rewards, share of groups in which all are equal, and the mean of each part.
+    """Return mean and std of the rewards, the share of groups with equal rewards, and the mean of each reward part.
 
     rows: (group, reward, parts) of each response of a step.
     """
     rewards = np.asarray([reward for _, reward, _ in rows])
-    if not rows:  # all are masked
+    if not rows:  # all responses are masked
         return {"mean": math.nan, "std": math.nan, "zero_std": math.nan}
     groups: dict[int, list[float]] = {}
     for group, reward, _ in rows:
@@ -132,9 +134,9 @@ def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> di
 
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """Rollouts for the report, chosen among those of all leaders; each says how many of the step are the same."""
-    trajectories = [t for t in trajectories if not t.part]  # the first sequence stands for its sample
-    places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # what travels is small
+    """Choose rollouts of all leaders for the report. Each has the number of equal responses in the step."""
+    trajectories = [t for t in trajectories if not t.part]  # the first sequence of a sample represents the sample
+    places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # a hash is small to gather
     rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]
     counts = choose(run.gather_from_leaders(rollouts), run.config.logging.samples)
     mine = {place: t for place, t in zip(places, trajectories, strict=True) if place in counts}

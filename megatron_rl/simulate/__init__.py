@@ -1,1 +1,1 @@
-"""A step in simulation: where its time goes on hardware of which a few numbers are known. Arithmetic alone, no torch."""
+"""Simulation of a training step: where its time goes on hardware with a few known numbers. Arithmetic only, without torch."""

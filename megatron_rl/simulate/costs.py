@@ -1,4 +1,4 @@
-"""Costs of hardware, in seconds, and the sizes of a step: stated in a file, derived from FLOPs and bytes, or measured."""
+"""Costs in seconds and sizes of a step: stated in a file, derived from FLOPs and bytes, or measured."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from megatron_rl.config import Count, Fraction, NonNegativeFloat, Positive, Posi
 Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 Z90 = 1.2815515655446004
-"""Below it lie 90 % of a normal distribution."""
+"""Number of standard deviations below which 90 % of a normal distribution lie."""
 
 
 @section
 class Costs:
-    """Seconds of what servers and trainer do. "Rank" is a data-parallel rank of the trainer, however many GPUs it has."""
+    """Seconds of the work of servers and trainer. "Rank" is a data-parallel rank of the trainer, with any number of GPUs."""
 
     decode_base_s: NonNegativeFloat = 0.0
-    """An iteration, which gives each running response of a server a token: reading the weights that every token meets."""
+    """Time per iteration to read the weights that every token uses. An iteration gives one token to each running response."""
     decode_overhead_s: NonNegativeFloat = 0.0
-    """An iteration's launches, scheduling and sampling."""
+    """Time per iteration for launches, scheduling and sampling."""
     decode_experts_s: NonNegativeFloat = 0.0
-    """Reading the weights of all experts; an iteration reads those that its tokens are sent to."""
+    """Time to read the weights of all experts. An iteration reads only the experts of its tokens."""
     expert_share: Fraction = 0.0
-    """Experts that a token is sent to, as a share."""
+    """Share of the experts that one token uses."""
     decode_sequence_s: NonNegativeFloat = 0.0
-    """Per running response and iteration."""
+    """Time per running response and iteration."""
     decode_kv_token_s: NonNegativeFloat = 0.0
-    """Per token in the cache of what runs, and iteration."""
+    """Time per cached token of the running responses, and iteration."""
     prefill_token_s: NonNegativeFloat = 0.0
-    """Per token of a prompt, once per server, and of what a push has interrupted; decoding waits meanwhile."""
+    """Time per prefilled token: each prompt once per server, and responses that a weight sync interrupted. Decoding waits."""
     request_s: NonNegativeFloat = 0.0
-    """From asking for a batch until servers begin with it."""
+    """Time from a request for a batch until servers begin with it."""
     train_token_s: NonNegativeFloat = 0.0
-    """Per token of a rank's updates: all forwards and backwards."""
+    """Time per token of a rank's updates, for all forward and backward passes."""
     train_pair_s: NonNegativeFloat = 0.0
-    """Per (query, key) pair of causal attention in them."""
+    """Time per (query, key) pair of causal attention in the updates."""
     micro_batch_s: NonNegativeFloat = 0.0
-    """Per micro-batch, beside its tokens."""
+    """Time per micro-batch, in addition to its tokens."""
     update_s: NonNegativeFloat = 0.0
-    """Per update: reducing gradients, the optimizer."""
+    """Time per update for gradient reduction and the optimizer."""
     log_probs_share: NonNegativeFloat = 1 / 3
-    """A pass for log-probs, as a share of the training seconds of the same tokens, pairs and micro-batches."""
+    """Time of a log-prob pass, as a share of the training time of the same tokens, pairs and micro-batches."""
     log_probs_s: NonNegativeFloat = 0.0
-    """Per step, beside the passes: advantages, packing."""
+    """Time per step in addition to log-prob passes, for advantages and packing."""
     push_s: NonNegativeFloat = 0.0
-    """A push of the weights."""
+    """Time of a weight sync."""
     push_server_s: NonNegativeFloat = 0.0
-    """Per server that gets it."""
+    """Time of a weight sync per server."""
     turns_s: NonNegativeFloat = 0.0
-    """Per step where both sides share the GPUs: one falls asleep, the other wakes, and back."""
+    """Time per step of a colocated run to put one side to sleep and wake the other, and back."""
     other_s: NonNegativeFloat = 0.0
-    """Rest of a step, in which the servers go on."""
+    """Other time per step, during which the servers go on."""
     overlap_slowdown: Factor = 1.0
-    """How many times slower trainer and servers are while both work: above 1 where they share processors."""
+    """Factor by which trainer and servers are slower while both work; above 1 if they share processors."""
 
     @model_validator(mode="after")
     def _decodes(self) -> Self:
@@ -67,7 +67,7 @@ class Costs:
         return self
 
     def iteration_s(self, running: int) -> float:
-        """An iteration of so many responses, without what their cache adds."""
+        """Return the time of an iteration with `running` responses, without the cost of their cached tokens."""
         read = 1 - (1 - self.expert_share) ** running
         fixed = self.decode_base_s + self.decode_overhead_s
         return fixed + self.decode_experts_s * read + self.decode_sequence_s * running
@@ -75,21 +75,21 @@ class Costs:
 
 @section
 class Model:
-    """The numbers of a model that its costs follow from."""
+    """Numbers of a model from which its costs follow."""
 
     parameters: PositiveFloat
     expert_parameters: NonNegativeFloat = 0.0
     """Number of parameters in experts."""
     active_parameters: PositiveFloat
-    """Number of parameters that a token meets."""
+    """Number of parameters that a token uses."""
     experts: Positive = 1
-    """Experts of a layer."""
+    """Number of experts per layer."""
     topk: Positive = 1
-    """Experts to which a token is sent."""
+    """Number of experts that a token is routed to."""
     kv_bytes_per_token: PositiveFloat
-    """Keys and values of all layers."""
+    """Bytes of keys and values per token, over all layers."""
     attention_flops_per_pair: NonNegativeFloat = 0.0
-    """FLOPs of a forward for each pair of tokens, over all layers: 4 x heads x size of a head x layers."""
+    """FLOPs of a forward pass per pair of tokens, over all layers: 4 x heads x head size x layers."""
     bytes_per_parameter: PositiveFloat = 2.0
 
     @model_validator(mode="after")
@@ -103,10 +103,10 @@ class Model:
 
 @section
 class Hardware:
-    """Peaks of a GPU, and the share of them that is reached."""
+    """Peaks of a GPU, and shares of the peaks that are reached."""
 
     tflops: PositiveFloat
-    """Dense products, 1e12 a second."""
+    """Peak of dense matrix products, in 1e12 FLOPs per second."""
     memory_tb_per_s: PositiveFloat
     train_efficiency: Efficiency
     """Share of the peak FLOPs that training reaches."""
@@ -114,14 +114,14 @@ class Hardware:
     decode_efficiency: Efficiency
     """Share of the peak FLOPs that decoding reaches."""
     memory_efficiency: Efficiency
-    """Share of the bandwidth that decoding reaches."""
+    """Share of the peak bandwidth that decoding reaches."""
     training_forwards: PositiveFloat = 3.0
-    """Forwards that an update costs: 3, and 4 where activations are computed again."""
+    """Cost of an update in forward passes: 3, or 4 with recomputation of activations."""
     push_gb_per_s: PositiveFloat
-    """At which all weights reach all servers."""
+    """Rate at which all weights reach all servers, in GB per second."""
 
     def costs(self, model: Model, server_gpus: int, gpus_per_rank: int) -> dict[str, float]:
-        """Fields of `Costs`. The seconds of an iteration's bytes and FLOPs are added, as if nothing overlapped."""
+        """Return fields of `Costs`. The times of an iteration's bytes and FLOPs are added, as if nothing overlapped."""
         bandwidth = server_gpus * self.memory_tb_per_s * 1e12 * self.memory_efficiency
         flops = self.tflops * 1e12
         dense = (model.parameters - model.expert_parameters) * model.bytes_per_parameter
@@ -143,7 +143,7 @@ class Hardware:
 
 @section
 class Lengths:
-    """Response lengths: lognormal, by its mean and its 90th percentile before it is clipped at max_new_tokens."""
+    """Lognormal response lengths, by the mean and the 90th percentile before lengths are clipped at max_new_tokens."""
 
     mean: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     p90: PositiveFloat
@@ -158,8 +158,8 @@ class Lengths:
         return self
 
     def draw(self, rng: np.random.Generator, count: int, max_new_tokens: int) -> np.ndarray:
-        """[count] int."""
-        # p90 = exp(m + Z90 s) and mean = exp(m + s^2 / 2); of the two solutions the narrower one.
+        """Draw response lengths, [count] int."""
+        # p90 = exp(m + Z90 s) and mean = exp(m + s^2 / 2) have two solutions; the one with the smaller s is used.
         s = Z90 - math.sqrt(max(0.0, Z90**2 - 2 * math.log(self.p90 / self.mean)))
         drawn = rng.lognormal(math.log(self.mean) - s * s / 2, s, count)
         return np.clip(np.rint(drawn), 1, max_new_tokens).astype(int)
@@ -167,42 +167,42 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The sizes of a step."""
+    """Sizes of a step."""
 
     samples_per_prompt: int
     max_new_tokens: int
     prompt_tokens: float
     servers: int
     slots: int
-    """Responses that a server runs at a time; others wait there."""
+    """Number of responses that a server runs at a time; others wait there."""
     leaders: int
-    """Data-parallel ranks of the trainer, each with `concurrency` requests in flight."""
+    """Number of data-parallel ranks of the trainer, each with `concurrency` requests in flight."""
     concurrency: int
     tokens_per_micro_batch: float
-    """Tokens of a rank's micro-batch."""
+    """Number of tokens in a rank's micro-batch."""
     updates_per_step: int = 1
-    """Updates of one epoch."""
+    """Number of updates in one epoch."""
     epochs: int = 1
     scoring_passes: int = 0
-    """For the old policy's log-probs and the reference's."""
+    """Number of log-prob passes, for the old policy and the reference."""
     max_staleness: int = 0
     partial_rollout: bool = True
     colocated: bool = False
     pipeline: int = 1
-    """Stages of a rank."""
+    """Number of pipeline stages of a rank."""
     virtual_pipeline: int = 1
 
 
 @section
 class Mode:
-    """How servers and trainer take turns."""
+    """Schedule of servers and trainer."""
 
     max_staleness: Count = 0
     partial_rollout: bool = True
     colocate: bool = False
-    """All GPUs serve, then all train; otherwise they are divided."""
+    """True if all GPUs serve and then all train. Otherwise the GPUs are divided."""
     server_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The servers' share of the GPUs, where they are divided."""
+    """Share of the GPUs for servers, if the GPUs are divided."""
 
     @model_validator(mode="after")
     def _turns(self) -> Self:

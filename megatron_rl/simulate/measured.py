@@ -1,4 +1,4 @@
-"""A run that was measured: the sizes, lengths and seconds of its steps, the costs that they follow from, and a comparison."""
+"""Measured runs: sizes, lengths and seconds of the steps, costs that follow from them, and a comparison with predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.simulate.costs import Costs, Setting
 from megatron_rl.simulate.simulated_step import Simulated, TrainerWork, simulate
 
 WARM_UP = 2
-"""First steps, which are left out: caches fill, and kernels are compiled."""
+"""Number of first steps that are left out, because caches fill and kernels are compiled."""
 UNLIMITED = 1 << 30
 PARTS = ("rollout", "log_probs", "train", "sync")
 NOT_MODELLED = ("eval", "checkpoint")
@@ -27,26 +27,26 @@ NOT_MODELLED = ("eval", "checkpoint")
 
 @dataclass(frozen=True)
 class Measured:
-    """Steady steps of a run as its folder describes them."""
+    """Steady steps of a run, read from its folder."""
 
     name: str
     setting: Setting
     lengths: list[np.ndarray]
-    """[responses] of each step from the first one on."""
+    """Response lengths, [responses] for each step from the first one on."""
     seconds: list[dict[str, float]]
-    """Seconds of each step that counts: PARTS, other and step, without evaluations and saves."""
+    """Seconds of each step that counts: PARTS, other and step, without evaluations and checkpoints."""
     steps: list[int]
-    """The steps that count, from 0: behind the first ones, and without a server that was started again."""
+    """Indices (from 0) of the steps that count: after the first steps, and without a restarted server."""
 
 
 def read_measured(folder: Path) -> Measured:
-    """Errors: UserError for a folder without a run, or with one that is not of the kind that is modeled."""
+    """Read a measured run. Errors: UserError if the folder holds no run, or a run of a kind that is not modeled."""
     log = read_run(folder)
     _check(log)
     lines = [line for line in log.lines if line.get("time/step_s") is not None and line["step"] > 0]
     if len(lines) <= WARM_UP or [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
         raise UserError(
-            f"simulate: {folder}: {len(lines)} steps in metrics.jsonl; it takes more than {WARM_UP}, from the first one on,"
+            f"simulate: {folder}: {len(lines)} steps in metrics.jsonl; more than {WARM_UP} are needed, from the first step on,"
             " without gaps"
         )
     files = [sorted((folder / "rollouts").glob(f"step_{line['step'] - 1:06d}.rank*.npz")) for line in lines]
@@ -62,12 +62,12 @@ def read_measured(folder: Path) -> Measured:
             for name in ("rollout/restarts", "rollout/retries", "rollout/reused")
         )
     ]
-    # The last steps have less asked ahead of them.
+    # During the last steps, fewer batches are requested ahead.
     ahead = log.setting("rollout.max_staleness", 0)
     ends = (log.setting("steps", 0) or len(lines)) - ahead
     steps = [i for i in steps if i < ends]
     if not steps:
-        raise UserError(f"simulate: {folder}: no steady step: give it more steps, without servers that die")
+        raise UserError(f"simulate: {folder}: no steady step: run more steps, without servers that die")
     seconds = []
     for line in (lines[i] for i in steps):
         parts = {part: _figure(log, line, f"time/{part}_s") for part in PARTS}
@@ -111,7 +111,7 @@ def _figure(log: RunLog, line: Any, name: str) -> float:
 
 
 def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
-    """[responses] of a step: those that were recorded, or drawn so that mean, quantiles and the longest are as logged."""
+    """Return the response lengths of a step: recorded ones, or drawn ones with the logged mean, quantiles and maximum."""
     if files:
         from megatron_rl.data.trajectory import load_trajectories
 
@@ -121,10 +121,10 @@ def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
         raise UserError(f"simulate: {log.folder}/config.yaml has no batch.prompts_per_step and samples_per_prompt")
     mean = _figure(log, line, "response/length")
     known = [_figure(log, line, f"response/length_quantile/{name}") for name in ("p10", "p50", "p90", "max")]
-    # Of the tenth below p10 nothing is known but that it is there.
+    # Below p10, nothing is known about the lengths of the lowest tenth.
     places = (np.arange(count) + 0.5) / count
     drawn = np.interp(places, [0.0, 0.1, 0.5, 0.9, 1 - 0.5 / count], [min(1.0, known[0]), *known])
-    for _ in range(20):  # what is not the longest makes up for the mean
+    for _ in range(20):  # scale all lengths except for the longest until the mean fits
         drawn = np.where(drawn < known[-1], np.clip(drawn * mean / drawn.mean(), 1, known[-1]), drawn)
     return np.random.default_rng(line["step"]).permutation(np.rint(drawn).astype(int))
 
@@ -154,11 +154,12 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
 
 
 def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Coefficients [k] >= 0 of columns [n, k] that fit seconds [n] by least squares of the relative errors.
+    """Return coefficients [k] >= 0 of columns [n, k] that fit seconds [n] by least squares of the relative errors.
 
-    As few are above 0 as Schwarz's criterion (BIC) wants: what the measurements cannot tell apart, or do not show, is 0.
+    Schwarz's criterion (BIC) limits the number of nonzero coefficients. Coefficients that the measurements do not determine
+    are 0.
     """
-    values = np.maximum(values, 1e-6)  # nothing is measured more finely
+    values = np.maximum(values, 1e-6)  # resolution of the measurements
     a, n = columns / values[:, None], len(values)
     best, found = math.inf, np.zeros(columns.shape[1])
     for size in range(1, columns.shape[1] + 1):
@@ -178,17 +179,17 @@ def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def calibrate(runs: Sequence[Measured]) -> Costs:
-    """Costs that the runs show, of which those with max_staleness 0 say all but overlap_slowdown, and the others that.
+    """Estimate costs from runs. Runs with max_staleness 0 determine all costs but overlap_slowdown; other runs determine it.
 
-    Runs of several sizes tell more of them apart. Errors: UserError without a run that is not ahead of its trainer.
+    Runs of several sizes determine more costs. Errors: UserError without a run with max_staleness 0.
     """
     exact = [run for run in runs if not run.setting.max_staleness]
     if not exact:
-        raise UserError("simulate: --from takes at least one run with rollout.max_staleness: 0")
+        raise UserError("simulate: --from needs at least one run with rollout.max_staleness: 0")
     decode, rollout_s, trained, train_s, scored, scored_s = [], [], [], [], [], []
     for run in exact:
         for step, seconds in zip(run.steps, run.seconds, strict=True):
-            # What is done does not depend on the costs, where there is one server.
+            # With one server, the amount of work does not depend on the costs.
             unit = simulate(run.setting, Costs(decode_base_s=1.0), [run.lengths[step]])
             work = max(unit.work, key=lambda one: (one.iterations, one.tokens))
             decode.append([work.iterations, work.tokens, work.kv_tokens, work.prefill_tokens, 1])
@@ -227,7 +228,7 @@ def _median(runs: Sequence[Measured], part: str) -> float:
 
 
 def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
-    """Simulated time is linear in it: what is done stays the same."""
+    """Estimate overlap_slowdown. Simulated time is linear in it, because the amount of work stays the same."""
     if not ahead:
         return 1.0
     steps = [step for run in ahead for step in predict(run, costs).steps]
@@ -237,14 +238,14 @@ def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
 
 
 def predict(run: Measured, costs: Costs) -> Simulated:
-    """The run's steps that count, in simulation, with the lengths that it had."""
+    """Simulate the steps of the run that count, with its response lengths."""
     found = simulate(run.setting, costs, run.lengths)
     return replace(found, steps=[found.steps[step] for step in run.steps])
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Medians over the steps that count, in seconds."""
+    """Median of a part over the steps that count, in seconds, measured and predicted."""
 
     name: str
     part: str
@@ -253,12 +254,12 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """Error of the prediction, relative to the measured value."""
         return self.predicted / self.measured - 1 if self.measured else math.nan
 
 
 def compare(run: Measured, costs: Costs) -> list[Compared]:
-    """The whole step, and its parts."""
+    """Compare the whole step and its parts with the prediction."""
     predicted = predict(run, costs).steps
     return [
         Compared(

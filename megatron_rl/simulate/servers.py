@@ -1,4 +1,4 @@
-"""Servers that decode, from event to event: a request that comes or ends, and a push that interrupts all of them."""
+"""Event simulation of decoding servers. Events are the arrival and end of requests; a weight sync interrupts all requests."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ import numpy as np
 from megatron_rl.simulate.costs import Costs, Setting
 
 TOKENS_PER_CALL = 4096
-"""As in megatron_rl/rollout/collect.py, whose module imports torch; the tests compare the calls of both."""
+"""Copy of the value in megatron_rl/rollout/collect.py, which imports torch. Tests compare the calls of both."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A response on its way."""
+    """A response that is requested or running."""
 
     prompt: tuple[int, int]
     """(batch, place of the prompt)."""
     length: float
-    """Tokens that it will have."""
+    """Number of tokens that it will have."""
     call: Call
     done: float = 0.0
-    """Tokens that it had when it was admitted last."""
+    """Number of tokens that it had at its last admission."""
     start: float = 0.0
-    """Position of its server at that time."""
+    """Position of its server at its last admission."""
     version: int = 0
     """Version of the weights that sampled its first token."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Requests that share an HTTP call; the client has them in flight until the last of them ends."""
+    """Requests that share an HTTP call. The client counts all of them as in flight until the last one ends."""
 
     leader: int
     server: int
     size: int
     open: int
     requests: list[Request] = field(default_factory=list)
-    """Until they go to the server."""
+    """Requests of the call until they go to the server."""
 
 
 def calls_of(first: int, count: int, total: int, servers: int, per_call: int) -> list[tuple[int, range]]:
-    """(server, request numbers) of a leader's calls, in order; its requests are first .. first + count - 1 of `total`.
+    """Return (server, request numbers) of a leader's calls, in order, for requests first .. first + count - 1 of `total`.
 
-    Each server gets an equal block of the numbers (`server_order` in megatron_rl/servers/client.py); calls go to each in turn.
+    Each server gets an equal block of the numbers (`server_order` in megatron_rl/servers/client.py). Calls take turns over the
+    servers.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for number in range(first, first + count):
@@ -64,34 +65,34 @@ def calls_of(first: int, count: int, total: int, servers: int, per_call: int) ->
 
 @dataclass(slots=True)
 class Work:
-    """Work that a server has done, in units of which `Costs` has the seconds."""
+    """Work that a server has done, in the units of `Costs`."""
 
     iterations: float = 0.0
     tokens: float = 0.0
-    """Response tokens: sequences of the batch, summed over iterations."""
+    """Number of response tokens: running responses, summed over iterations."""
     kv_tokens: float = 0.0
-    """Tokens in the cache, summed over iterations."""
+    """Number of cached tokens, summed over iterations."""
     prefill_tokens: float = 0.0
 
 
 class _Server:
-    """Every running response gets one token an iteration, so the count of iterations is a clock for all of them."""
+    """A server. Each iteration gives one token to every running response, so the number of iterations is their clock."""
 
     def __init__(self, costs: Costs, slots: int, prompt_tokens: float) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[tuple[float, int, Request]] = []
-        """Heap of (position at which it ends, order of admission, request)."""
+        """Heap of (position at its end, order of admission, request)."""
         self.work = Work()
         self.stamp = 0
-        """Changes with each plan of its next end."""
+        """Number that changes whenever the next end is planned again."""
         self._costs, self._slots, self._prompt = costs, slots, prompt_tokens
         self._time = self._position = self._prefill_s = self._kv = 0.0
         self._iteration_s = 0.0
         self._computed: set[tuple[int, int]] = set()
-        """Prompts that are in the prefix cache."""
+        """Prompts in the prefix cache."""
 
     def advance(self, now: float) -> None:
-        """Compute until `now`, seconds."""
+        """Compute until the time `now`, in seconds."""
         left = now - self._time
         self._time = now
         if not self.running:
@@ -114,7 +115,7 @@ class _Server:
         self._position += count
 
     def next_end(self) -> float:
-        """When the next response ends, if nothing happens before; `advance` has been called."""
+        """Return the time of the next end of a response, without other events. `advance` must have been called."""
         if not self.running:
             return math.inf
         count, kv_s = max(0.0, self.running[0][0] - self._position), self._costs.decode_kv_token_s
@@ -122,7 +123,7 @@ class _Server:
         return self._time + self._prefill_s + seconds
 
     def end(self, now: float) -> list[Request]:
-        """The responses that end now, as `next_end` has said."""
+        """End the responses that end now, at the time that `next_end` returned, and return them."""
         self._time, self._prefill_s = now, 0.0
         self._iterate(max(0.0, self.running[0][0] - self._position))
         self._position, ended = max(self._position, self.running[0][0]), []
@@ -132,7 +133,7 @@ class _Server:
         return ended
 
     def admit(self, version: int, order: int) -> int:
-        """Take what waits while slots are free; a prompt is computed once, and what a response had is computed anew."""
+        """Admit waiting requests while slots are free. Prefill each prompt once, and earlier tokens of a response again."""
         before = len(self.running)
         while self.waiting and len(self.running) < self._slots:
             request = self.waiting.popleft()
@@ -150,7 +151,7 @@ class _Server:
         return len(self.running) - before
 
     def retract(self) -> None:
-        """Everything that runs goes behind what waits, as SGLang does; the cache is emptied."""
+        """Move all running requests to the end of the queue, as SGLang does, and empty the cache."""
         for _, _, request in sorted(self.running, key=lambda entry: entry[1]):
             request.done = min(request.length, request.done + self._position - request.start)
             self.waiting.append(request)
@@ -160,28 +161,28 @@ class _Server:
 
 
 class Servers:
-    """All servers and their clients. `now` is in seconds of work, `wall` in those of the clock.
+    """All servers and their clients. `now` counts seconds of work, `wall` counts seconds of wall time.
 
-    The two differ where trainer and servers share processors: while both have something to do, both go on at
-    1 / costs.overlap_slowdown of their speed.
+    They differ if trainer and servers share processors: while both have work, both run at 1 / costs.overlap_slowdown of their
+    speed.
     """
 
     def __init__(self, setting: Setting, costs: Costs) -> None:
         self.now = self.wall = 0.0
         self.seconds_with: defaultdict[int, float] = defaultdict(float)
-        """Running responses -> seconds of the clock with so many."""
+        """{number of running responses: seconds of wall time}."""
         self.idle_s = self.overlap_s = 0.0
-        """Seconds of servers that run nothing; seconds of work in which trainer and servers both had something to do."""
+        """Seconds in which servers run nothing, and seconds of work in which trainer and servers both have work."""
         self._setting, self._costs = setting, costs
         self._servers = [_Server(costs, setting.slots, setting.prompt_tokens) for _ in range(setting.servers)]
         self._in_flight = [0] * setting.leaders
         self._calls: list[deque[Call]] = [deque() for _ in range(setting.leaders)]
         self._arrivals: deque[tuple[float, list[list[Call]]]] = deque()
         self._ends: list[tuple[float, int, int]] = []
-        """Heap of (time, server, its stamp); one with an old stamp is void."""
+        """Heap of (time, server, its stamp). An entry with an old stamp is void."""
         self._asked: dict[int, list[Request]] = {}
         self._open: dict[int, int] = {}
-        """Responses of each batch that have not ended."""
+        """Number of responses of each batch that have not ended."""
         self._running = self._active = self._order = 0
         self._paused, self._version = False, 0
 
@@ -191,7 +192,7 @@ class Servers:
         return [server.work for server in self._servers]
 
     def ask(self, batch: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Requests with so many response tokens, samples of a prompt behind each other."""
+        """Request a batch of responses with these lengths. Samples of a prompt are adjacent."""
         setting, total = self._setting, len(lengths)
         per_call = max(1, TOKENS_PER_CALL // setting.max_new_tokens)
         leaders, requests = [], []
@@ -211,24 +212,24 @@ class Servers:
         self._arrivals.append((self.now + self._costs.request_s, leaders))
 
     def finish(self, batch: int) -> list[Request]:
-        """Wait for a batch."""
+        """Wait for a batch and return its requests."""
         while self._open[batch]:
             self._next(math.inf, computing=False)
         return self._asked.pop(batch)
 
     def wait_for_all(self) -> None:
-        """Wait for all batches that were asked for."""
+        """Wait for all requested batches."""
         while any(self._open.values()):
             self._next(math.inf, computing=False)
 
     def pass_time(self, seconds: float) -> None:
-        """Go on for so many seconds of the trainer's work."""
+        """Advance by `seconds` of the trainer's work."""
         until = self.now + seconds
         while self._next(until, computing=True):
             pass
 
     def pause(self) -> None:
-        """Interrupt what runs."""
+        """Interrupt all running requests."""
         for server in self._servers:
             server.advance(self.now)
             server.retract()
@@ -238,18 +239,18 @@ class Servers:
         self._paused = True
 
     def resume(self, version: int) -> None:
-        """Go on with other weights."""
+        """Continue with new weights."""
         self._paused, self._version = False, version
         self._admit(range(len(self._servers)))
 
     def _next(self, until: float, *, computing: bool) -> bool:
-        """Go on to the next event; to `until` where there is none before. Returns whether there was one."""
+        """Advance to the next event, or to `until` if there is none before. Return True if there was an event."""
         while self._ends and self._ends[0][2] != self._servers[self._ends[0][1]].stamp:
             heappop(self._ends)
         end = self._ends[0][0] if self._ends else math.inf
         arrival = self._arrivals[0][0] if self._arrivals else math.inf
         at = min(end, arrival)
-        assert min(at, until) < math.inf, "what is waited for was never asked"
+        assert min(at, until) < math.inf, "the run waits for a batch that was never requested"
         self._clock(min(at, until), computing)
         if at > until:
             return False
@@ -288,13 +289,13 @@ class Servers:
         return touched
 
     def _serve(self, leader: int) -> set[int]:
-        """As servers/request_slots.py: in the order of steps; a call above the limit goes alone. Returns servers."""
+        """Send calls as servers/request_slots.py: in the order of steps; a call above the limit goes alone. Return servers."""
         calls, limit, touched = self._calls[leader], self._setting.concurrency, set()
         while calls and (not self._in_flight[leader] or self._in_flight[leader] + calls[0].size <= limit):
             call = calls.popleft()
             self._in_flight[leader] += call.size
             self._servers[call.server].waiting.extend(call.requests)
-            call.requests = []  # a request knows its call: no cycles
+            call.requests = []  # a request refers to its call: this avoids cycles
             touched.add(call.server)
         return touched
 

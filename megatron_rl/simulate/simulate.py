@@ -1,4 +1,4 @@
-"""`megatron-rl simulate`: tables of where a step's time goes, on stated or measured costs, and beside measured runs."""
+"""`megatron-rl simulate`: tables of where a step's time goes, with stated or measured costs, and beside measured runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_rl.simulate.simulated_step import Simulated, simulate
 
 @section
 class Scenario:
-    """Content of a scenario file. A step has as many responses per GPU on every number of GPUs."""
+    """Content of a scenario file. The number of responses per GPU in a step is the same for every number of GPUs."""
 
     gpus: list[Positive] = dataclasses.field(default_factory=lambda: [8, 64, 512, 4096])
     modes: dict[str, Mode]
     lengths: Lengths
     costs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of `Costs`; they go before what hardware and model say."""
+    """Fields of `Costs`, which override the values from hardware and model."""
     hardware: Hardware | None = None
     model: Model | None = None
     responses_per_gpu: Positive = 8
@@ -45,12 +45,12 @@ class Scenario:
     slots: Positive = 256
     gpus_per_rank: Positive = 1
     pipeline: Positive = 1
-    """Stages of a rank of the trainer; its seconds a token are those without waiting for other stages."""
+    """Number of pipeline stages of a trainer's rank. Costs per token exclude waits for other stages."""
     virtual_pipeline: Positive = 1
-    """Parts of a stage, in turn (interleaved schedule)."""
+    """Number of parts of a stage (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
-    """Steps that are looked at, after those in which the servers get ahead."""
+    """Number of simulated steps that count, after the steps in which the servers get ahead."""
     seed: Count = 0
 
     @model_validator(mode="after")
@@ -62,18 +62,18 @@ class Scenario:
         if self.gpus_per_rank % self.pipeline:
             raise ValueError(f"pipeline {self.pipeline} does not divide the gpus_per_rank of {self.gpus_per_rank}")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} is of a pipeline of two or more: set pipeline")
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of two or more: set pipeline")
         return self
 
     def stated_costs(self) -> Costs:
-        """Errors: ValidationError for a field of costs."""
+        """Return the costs. Errors: ValidationError for an invalid field of costs."""
         derived: dict[str, Any] = {}
         if self.hardware and self.model:
             derived = self.hardware.costs(self.model, self.server_gpus, self.gpus_per_rank)
         return TypeAdapter(Costs).validate_python(derived | self.costs)
 
     def setting(self, mode: Mode, gpus: int) -> Setting:
-        """Sizes of a step on so many GPUs. Errors: UserError for GPUs that cannot be divided so."""
+        """Return the sizes of a step on `gpus` GPUs. Errors: UserError if the GPUs cannot be divided so."""
         servers = gpus if mode.colocate else round(gpus * mode.server_share)
         trainer = gpus if mode.colocate else gpus - servers
         for what, key, count, size in (
@@ -105,7 +105,7 @@ class Scenario:
         )
 
     def simulated(self, mode: Mode, gpus: int, costs: Costs) -> Simulated:
-        """Steady steps. All modes have responses of the same lengths."""
+        """Simulate steps in the steady state. All modes have the same response lengths."""
         rng, warm_up = np.random.default_rng([self.seed, gpus]), mode.max_staleness + 1
         count = gpus * self.responses_per_gpu
         steps = warm_up + self.steps + mode.max_staleness
@@ -114,7 +114,7 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> tuple[Scenario, Costs]:
-    """A file and the costs that it states. Errors: UserError naming file and key."""
+    """Read a scenario file and its costs. Errors: UserError naming file and key."""
     try:
         values = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -153,13 +153,13 @@ def _first(error: ValidationError, prefix: str, known: Any) -> str:
 
 
 def simulate_command(file: Path | None, measured: list[Path], compared: list[Path]) -> None:
-    """Print what was asked for.
+    """Print the requested tables.
 
-    file: its table, on its costs or on those of the measured runs; compared: runs beside what these costs predict of them.
-    Errors: UserError.
+    file: scenario file, simulated with its own costs or with the costs of the measured runs. compared: runs that are compared
+    with the prediction from these costs. Errors: UserError.
     """
     if file is None and not measured:
-        raise UserError("simulate: name a FILE, or runs that costs are measured from with --from")
+        raise UserError("simulate: name a FILE, or give runs with --from to measure costs from")
     console = Console()
     scenario, costs = read_scenario(file) if file else (None, None)
     if measured:
@@ -183,7 +183,7 @@ def simulate_command(file: Path | None, measured: list[Path], compared: list[Pat
 
 
 def table_of(scenario: Scenario, costs: Costs) -> Table:
-    """A row for each number of GPUs and mode: seconds of a step, and the shares of its parts."""
+    """Return a table with a row per number of GPUs and mode: seconds of a step, and the shares of its parts."""
     numbers = [
         "step, s",
         "steps\nper h",

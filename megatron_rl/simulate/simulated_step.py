@@ -1,4 +1,4 @@
-"""The loop of megatron_rl/train.py in simulation: what a step waits for, and where its seconds go."""
+"""Simulation of the loop of megatron_rl/train.py: waits of a step, and where its seconds go."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from megatron_rl.simulate.servers import Servers, Work
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the clock, by part, and what was learned."""
+    """Seconds of wall time of a step by part, and its tokens."""
 
     rollout_s: float
-    """The trainer waits for responses."""
+    """Time in which the trainer waits for responses."""
     log_probs_s: float
     train_s: float
     sync_s: float
-    """The push, and with partial_rollout: false the wait for what is being sampled."""
+    """Time of the weight sync, and with partial_rollout: false also the wait for running responses."""
     other_s: float
     tokens: float
-    """Tokens of prompts and responses."""
+    """Number of prompt and response tokens."""
     staleness: np.ndarray
-    """Steps between the oldest weights of each response and those that learn from it."""
+    """Number of steps between the oldest weights of each response and the step that trains on it."""
     overlap_s: float
-    """Seconds in which trainer and servers both worked, if neither had slowed the other down."""
+    """Seconds in which trainer and servers both worked, before the slowdown of both."""
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Whole time of the step in seconds."""
         return self.rollout_s + self.log_probs_s + self.train_s + self.sync_s + self.other_s
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run, as far as it was looked at."""
+    """The simulated steps of a run that count."""
 
     steps: list[Step]
     idle: float
-    """Share of the servers' time in which they run nothing; a push counts."""
+    """Share of the servers' time in which they run nothing, including weight syncs."""
     tail: float
-    """Share of the time in which some responses run, but fewer than a tenth of as many as ran at most."""
+    """Share of the time in which some responses run, but fewer than a tenth of the largest number."""
     work: list[Work]
     """Work of each server."""
 
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """Work of the slowest rank in an epoch, in units of which `Costs` has the seconds; waits for stages count."""
+    """Work of the slowest rank in an epoch, in the units of `Costs`. Waits for pipeline stages count as work."""
 
     tokens: float
     pairs: float
@@ -61,24 +61,24 @@ class TrainerWork:
 
     @classmethod
     def of(cls, setting: Setting, lengths: Sequence[int] | np.ndarray) -> TrainerWork:
-        """Sequences are shared out evenly, but none is cut: the slowest rank has the longest one at least."""
+        """Compute the work. Sequences are balanced but not cut, so the slowest rank has at least the longest sequence."""
         whole = np.asarray(lengths, float) + setting.prompt_tokens
         ranks, updates = setting.leaders, setting.updates_per_step
         tokens = max(whole.sum() / ranks / updates, whole.max())
         pairs = max((whole**2).sum() / ranks / updates, whole.max() ** 2) / 2
         micro_batches = max(1, math.ceil(tokens / setting.tokens_per_micro_batch - 1e-9))
-        # Stages of a pipeline wait for one another: as if there were more to do.
+        # Waits of pipeline stages for each other count as additional work.
         times = updates / (1 - pipeline_bubble(setting.pipeline, micro_batches, setting.virtual_pipeline))
         return cls(tokens * times, pairs * times, micro_batches * times, updates)
 
     def times(self, epochs: int) -> TrainerWork:
-        """Give what it does in so many epochs."""
+        """Return the work of several epochs."""
         return TrainerWork(
             epochs * self.tokens, epochs * self.pairs, epochs * self.micro_batches, epochs * self.updates
         )
 
     def passes_s(self, costs: Costs) -> float:
-        """Forwards and backwards."""
+        """Return the seconds of the forward and backward passes."""
         return (
             costs.train_token_s * self.tokens
             + costs.train_pair_s * self.pairs
@@ -87,10 +87,10 @@ class TrainerWork:
 
 
 def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | np.ndarray], skip: int = 0) -> Simulated:
-    """Steps that learn from responses of these lengths, [responses] of each step, in order.
+    """Simulate steps that train on responses of these lengths, given as [responses] for each step, in order.
 
-    skip: steps at the beginning, and as many as max_staleness at the end, that are left out: there the servers have nothing
-    to be ahead of.
+    skip: number of steps at the beginning that are left out, because the servers have no work ahead yet. Then max_staleness
+    steps at the end are left out too.
     """
     servers, steps, asked = Servers(setting, costs), [], 0
     last = len(lengths) - setting.max_staleness if skip else len(lengths)
@@ -102,7 +102,7 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
         if step == last:
             break
         times, overlapped = [servers.wall], servers.overlap_s
-        while asked <= min(step + setting.max_staleness, len(lengths) - 1):  # as megatron_rl/rollout/buffer.py asks
+        while asked <= min(step + setting.max_staleness, len(lengths) - 1):  # as megatron_rl/rollout/buffer.py does
             servers.ask(asked, lengths[asked])
             asked += 1
         responses = servers.finish(step)

@@ -1,4 +1,4 @@
-"""Tasks, verifiers and the stream of prompts: what is asked and how answers are judged."""
+"""Tasks, verifiers and the stream of prompts."""
 
 from megatron_rl.tasks.chat import encode_text
 from megatron_rl.tasks.from_config import build_task

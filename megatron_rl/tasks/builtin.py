@@ -1,4 +1,4 @@
-"""The quickstart's task: sort 4 to 6 numbers from 0 to 19, ascending (`<6 15 3 12:`) or descending (`>6 15 3 12:`)."""
+"""Built-in tasks. The quickstart's task sorts 4 to 6 numbers from 0 to 19, up (`<6 15 3 12:`) or down (`>6 15 3 12:`)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_rl.tasks.verifiers import exact, number_list, read_numbers, zigzag
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class NumberSortingOptions:
-    """data.options of this task."""
+    """data.options of number_sorting and number_zigzag."""
 
     min_numbers: Annotated[int, Field(ge=2)] = 4
     max_numbers: Annotated[int, Field(ge=2)] = 6
     min_value: int = 0
     max_value: int = 19
     size: Annotated[int, Field(ge=1)] = 20_000
-    """Different training prompts."""
+    """Number of different training prompts."""
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of demonstrations in which two neighbors are swapped: a warm start that RL can repair."""
+    """Share of the demonstrations in which two neighbors are swapped, for a warm start that RL can improve."""
     times: Annotated[int, Field(ge=1)] = 1
-    """How often the list has to be written: a long answer, of which every token counts."""
+    """Number of times that the list has to be written, for long answers in which every token matters."""
 
     def __post_init__(self):
         if self.min_numbers > self.max_numbers or self.min_value >= self.max_value:
@@ -42,7 +42,7 @@ class NumberSortingOptions:
 
 
 class NumberSorting(Task):
-    """Numbers to be sorted."""
+    """The task of sorting numbers."""
 
     name = "number_sorting"
     parts = ("correct", "answered")
@@ -53,7 +53,7 @@ class NumberSorting(Task):
         super().__init__(data, demonstrations)
         self.options = read_options(data, NumberSortingOptions)
         self.seed = data.seed
-        # entry i of the generator is drawn with seed i: runs with different seeds take entries that are far apart
+        # Entry i of the generator is drawn with seed i, so runs with different seeds use entries that are far apart.
         self._first = self.seed * 1_000_003 * self.options.size
         self._dataset = _dataset(self.options)
 
@@ -93,7 +93,7 @@ class NumberSorting(Task):
 
 
 def _integer(text: str) -> int:
-    """reasoning-gym writes '6.0' (and '-0.0') even with no decimals."""
+    """Parse a number of reasoning-gym, which writes '6.0' (and '-0.0') for integers."""
     return int(float(text))
 
 
@@ -115,10 +115,10 @@ def _dataset(options: NumberSortingOptions) -> Sequence[dict]:
 
 @contextlib.contextmanager
 def _without_package_imports(*packages: str) -> Iterator[None]:
-    """Import a submodule without running its packages' __init__.
+    """Import a submodule without running `__init__` of its packages.
 
-    reasoning_gym's own imports all 106 tasks with matplotlib and sympy, 3.6 s in every rank; this one needs 0.3 s. All
-    its modules are forgotten afterwards, so a later `import reasoning_gym` is the usual one.
+    reasoning_gym's `__init__` imports all 106 tasks with matplotlib and sympy, which takes 3.6 s on every rank; this submodule
+    takes 0.3 s. Its modules are removed from sys.modules afterwards, so that a later `import reasoning_gym` works as usual.
     """
     root = packages[0]
     if root in sys.modules:
@@ -139,8 +139,8 @@ def _without_package_imports(*packages: str) -> Iterator[None]:
 
 
 # -- number zigzag -------------------------------------------------------------------------------------------------------
-# A task of several right answers: arrange 4 to 6 different numbers so that they go up and down in turn.
-# `<6 15 3 12:` begins upwards (6 15 3 12 is right, and so are four other orders), `>6 15 3 12:` downwards.
+# A task with several right answers: order 4 to 6 different numbers so that they alternately rise and fall.
+# `<6 15 3 12:` begins with a rise (6 15 3 12 is right, like four other orders), `>6 15 3 12:` with a fall.
 
 
 class NumberZigzag(NumberSorting):
@@ -154,13 +154,13 @@ class NumberZigzag(NumberSorting):
         super().__init__(data, demonstrations)
         if self.options.times > 1:
             raise UserError(
-                "config: data.options.times: number_zigzag has many right answers; it is for number_sorting"
+                "config: data.options.times: number_zigzag supports only 1; use number_sorting for longer answers"
             )
         self._values = range(self.options.min_value, self.options.max_value + 1)
         if len(self._values) < self.options.max_numbers:
             raise UserError(
-                f"config: data.options: {self.options.max_numbers} different numbers of {self._values[0]} to"
-                f" {self._values[-1]} are too many; raise max_value"
+                f"config: data.options: there are not {self.options.max_numbers} different numbers from {self._values[0]} to"
+                f" {self._values[-1]}; raise max_value or lower max_numbers"
             )
 
     def _generate(self, block: int, index: int) -> Prompt:
@@ -171,7 +171,7 @@ class NumberZigzag(NumberSorting):
         return Prompt(f"{self.name}:{self.seed}:{number}", text, text)
 
     def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:
-        """The smaller half at the low places and the larger at the high ones, each in any order."""
+        """Return a right answer: the smaller half at the low places and the larger half at the high places, in random order."""
         numbers = sorted(map(int, prompt.text[1:-1].split()))
         upwards = prompt.text[0] == "<"
         valleys = (len(numbers) + upwards) // 2
@@ -181,24 +181,24 @@ class NumberZigzag(NumberSorting):
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------------
-# Sums that a small model cannot do in its head: the agentic quickstart's task, to be done with a calculator.
+# Task of the agentic quickstart: sums that a small model cannot compute without a calculator.
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SumsOptions:
-    """data.options of this task."""
+    """data.options of sums."""
 
     terms: Annotated[int, Field(ge=2)] = 3
     digits: Annotated[int, Field(ge=1, le=9)] = 3
-    """Most digits of a term."""
+    """Largest number of digits of a term."""
     size: Annotated[int, Field(ge=1)] = 20_000
-    """Different training prompts."""
+    """Number of different training prompts."""
     calls: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the demonstrations that call the calculator; the others answer at once."""
+    """Share of the demonstrations that call the calculator; the others answer directly."""
 
 
 class Sums(Task):
-    """`374+85+412=`, whose answer is `871`."""
+    """The task of adding numbers, for example `374+85+412=` with the answer `871`."""
 
     name = "sums"
     verifier = "exact"

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, with what a template leaves out, and the token at which it ends a turn."""
+"""Chat templates: conversations as text, checks of what a template leaves out, and the token that ends a turn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACE = "\u2e28{}\u2e29"
-"""Stands for a content while a template is rendered: signs that no template has."""
+"""Placeholder for a content while a template is rendered, with characters that no template contains."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, *, tools: Any = None, **options: Any
 ) -> str:
-    """The template's text of a conversation. what: it is, for messages. options: of apply_chat_template.
+    """Render a conversation with the tokenizer's chat template. what: name of the conversation in messages.
 
-    Errors: UserError with the template's own words where it raises, as a program of the model's may do for any reason.
+    options: arguments of apply_chat_template. Errors: UserError with the template's own message if it raises. A template is a
+    program of the model's author and may raise any exception.
     """
     try:
         plain = [dict(message) for message in messages]
@@ -35,10 +36,10 @@ def render(
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, *, tools: Any = None) -> str:
-    """The text of a conversation, up to where the model's reply begins, with nothing left out.
+    """Render a conversation up to the beginning of the model's reply, and check that nothing is left out.
 
-    Errors: UserError where the template raises, changes the content of a message or leaves it out, says nothing of the tools,
-    or has no beginning of a reply.
+    Errors: UserError if the template raises, if it changes or drops the content of a message, if it does not show the tools,
+    or if it does not add the beginning of a reply.
     """
     text = render(tokenizer, messages, what, tools=tools, add_generation_prompt=True)
     check_shown(text, messages, what)
@@ -52,9 +53,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: 
 
 
 def check_shown(text: str, messages: Messages, what: str) -> None:
-    """Errors: UserError where the content of a message is not in the rendered text as it is.
+    """Raise UserError if the rendered text does not contain the content of a message unchanged.
 
-    Blanks around it, and an assistant's earlier thinking, are the template's to drop; some templates show contents as JSON.
+    A template may drop blanks around a content and earlier thinking of the assistant. Some templates show contents as JSON.
     """
     for number, message in enumerate(messages, 1):
         content = message.get("content")
@@ -77,7 +78,7 @@ def check_shown(text: str, messages: Messages, what: str) -> None:
 
 
 def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> None:
-    """Errors: UserError where replies have a head in the template that add_generation_prompt does not add."""
+    """Raise UserError if replies begin with a header that add_generation_prompt does not add."""
     try:
         closed, asked = (
             render(tokenizer, [_ASKED], what, add_generation_prompt=adds).partition(_ASKED["content"])[2]
@@ -85,7 +86,7 @@ def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> No
         )
         between = _around_reply(tokenizer)[0]
     except UserError:
-        return  # which a prompt says in better words
+        return  # rendering the prompt reports this error with a better message
     same = takewhile(lambda pair: pair[0] == pair[1], zip(closed, between, strict=False))
     head = between[sum(1 for _ in same) :].strip()
     if asked == closed and head:
@@ -96,20 +97,21 @@ def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> No
 
 
 def end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The end-of-sequence token [1]; [] where the tokenizer has none."""
+    """Return the end-of-sequence token as [1], or [] if the tokenizer has none."""
     end: Any = tokenizer.eos_token_id
     return [] if end is None else [end]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token [1] with which the template ends an assistant's turn, found by rendering one.
+    """Return the token [1] that ends an assistant's turn in the template, found by rendering a turn.
 
-    It is the first special token behind what the assistant says. Without one, or without a template, it is the end of sequence.
+    It is the first special token after the assistant's content. Without such a token or without a template, it is the
+    end-of-sequence token.
     """
     if tokenizer.chat_template:
         try:
             behind = _around_reply(tokenizer)[1]
-        except UserError:  # which is told where a prompt is rendered
+        except UserError:  # rendering a prompt reports this error
             behind = ""
         special = tokenizer.added_tokens_decoder
         for token in tokenizer.encode(behind, add_special_tokens=False):
@@ -125,7 +127,7 @@ _REPLY = {"role": "assistant", "content": PLACE.format("reply")}
 
 
 def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The template's text between a question and its answer, and behind it. Errors: UserError where it shows neither."""
+    """Return the template's text between question and answer, and after the answer. Errors: UserError if one is missing."""
     text = render(tokenizer, [_ASKED, _REPLY], "a reply", add_generation_prompt=False)
     check_shown(text, [_ASKED, _REPLY], "a reply")
     before, _, behind = text.partition(_REPLY["content"])
@@ -133,21 +135,21 @@ def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
-# A text as tokens, with the bytes of it that each of them stands for: what bits per byte are counted by.
+# Tokens of a text and the number of bytes that each token stands for, as needed for bits per byte.
 
 
 NO_TEXT = -1
-"""Bytes of a token that stands for no text, such as the end-of-sequence token."""
+"""Number of bytes of a token without text, such as the end-of-sequence token."""
 
 
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, end: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Tokens [n] of a demonstration after its prompt, or of a text to learn, and the bytes [n] of text of each.
+    """Encode a demonstration, or a text to learn, as tokens [n], and return the number of text bytes [n] of each token.
 
-    end: tokens that close them; by default the one with which the chat template ends a turn, without a template the end of
-    sequence. A tokenizer that does not tell where its tokens come from (one without a `fast` form) leaves the bytes of all of
-    them NO_TEXT. Errors: ValueError for half a surrogate pair.
+    end: closing tokens. By default it is the token that ends a turn in the chat template, or the end-of-sequence token without
+    a template. If the tokenizer does not report offsets (it has no `fast` form), all numbers of bytes are NO_TEXT. Errors:
+    ValueError for half a surrogate pair.
     """
     check_text(text)
     last = end_of_turn(tokenizer) if end is None else list(end)
@@ -159,7 +161,7 @@ def encode_text(
 
 
 def check_text(value: Any) -> None:
-    """Look at all texts in a value. Errors: ValueError for half a surrogate pair, which JSON may bring and no text has."""
+    """Check all texts in a value. Errors: ValueError for half a surrogate pair, which JSON can contain but UTF-8 cannot."""
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -176,10 +178,10 @@ def check_text(value: Any) -> None:
 
 
 def bytes_of(text: str, spans: list[tuple[int, int]]) -> list[int]:
-    """UTF-8 bytes of the text that each token stands for, whose sum is the text's.
+    """Return the number of UTF-8 bytes of text for each token. The numbers sum to the bytes of the text.
 
-    spans: first character and end of each token. A character of several tokens counts at the last of them, and what lies
-    between two tokens, as blanks that a tokenizer drops, at the later one.
+    spans: first character and end of each token. If several tokens form a character, it counts at the last of them. Text
+    between two tokens, such as blanks that a tokenizer drops, counts at the later token.
     """
     if not spans:
         return []
@@ -187,5 +189,5 @@ def bytes_of(text: str, spans: list[tuple[int, int]]) -> list[int]:
     borders = np.concatenate([[0], np.minimum(end[:-1], first[1:]), [len(text)]])
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-    before = np.concatenate([[0], np.cumsum(widths)])  # bytes in front of each character
+    before = np.concatenate([[0], np.cumsum(widths)])  # number of bytes before each character
     return np.diff(before[np.maximum.accumulate(borders)]).tolist()

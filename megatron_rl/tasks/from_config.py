@@ -1,4 +1,4 @@
-"""From the config's `data` section to a task."""
+"""Construction of a task from the config section `data`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TASKS: dict[str, type[Task]] = {
     "verify_if": VerifyIF,
 }
 PREFERENCES: dict[type[Task], type[Task]] = {FileTask: FilePreferences, HubTask: HubPreferences}
-"""Task class -> the class that reads its rows as preferences."""
+"""{task class: class that reads its rows as preferences}."""
 
 
 def check_data(data: DataConfig) -> None:
-    """Check what can be told of the section before anything is imported or read.
+    """Check the section as far as possible before anything is imported or read.
 
-    Errors: UserError for a template without a prompt, and for a file, a task, a verifier or a `prepare` that is not there.
+    Errors: UserError for a template without {prompt}, and for a missing file, task, verifier or `prepare` function.
     """
     if "{prompt}" not in data.template:
         raise UserError(f"config: data.template = {data.template!r} does not contain {{prompt}}")
@@ -73,14 +73,14 @@ def build_task(
     more_parts: Sequence[str] = (),
     later_parts: Sequence[str] = (),
 ) -> Task:
-    """The task that `data` describes, with its weights resolved.
+    """Build the task that `data` describes, with resolved reward weights.
 
-    demonstrations: for SFT; preferences: for what learns from comparisons; held_out: data.eval_path alone is read, where rows
-    are; more_parts: reward parts that others give, and the
-    task does not score; later_parts: those that come when all responses are there (`Task.later_parts`).
+    demonstrations: for SFT. preferences: for training on comparisons. held_out: read only data.eval_path, if the task has
+    rows. more_parts: reward parts that other components give, not the task. later_parts: parts that are computed when all
+    responses are complete (`Task.later_parts`).
 
-    Errors: UserError for a misspelled name, missing data, a task without preferences where they are wanted, or a verifier or
-    reward part that does not fit.
+    Errors: UserError for a misspelled name, for missing data, for a task without the preferences that are needed, or for a
+    verifier or reward part that does not fit.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")
@@ -103,12 +103,12 @@ def build_task(
     task.later_parts, task.main_parts = tuple(later_parts), (*task.main_parts, *later_parts)
     task.weights = resolve_weights(task, data.rewards)
     if preferences and len(prompts := task.prompts("train")):
-        task.comparison(prompts[0], random.Random(0))  # so that a task that has none says so now
+        task.comparison(prompts[0], random.Random(0))  # a task without preferences raises here
     return task
 
 
 def _check_takes(function: Callable, problem: str, *arguments: object) -> None:
-    """Errors: UserError saying `problem`, where the function cannot be called with the arguments."""
+    """Raise UserError with `problem` if the function cannot be called with the arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Messages in the OpenAI API's form, as data files and agents bring them: checked, and with calls in one form."""
+"""Messages in the form of the OpenAI API, from data files and agents: validation, and calls in one form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # -- strict json ---------------------------------------------------------------------------------------------------------
-# JSON as its standard (RFC 8259) has it, of texts by a model or a client: what Python's own reader lets pass is refused.
+# JSON as in its standard (RFC 8259), in texts of a model or a client. Python's own reader accepts more than the standard.
 
 
 def _number(text: str) -> float:
@@ -20,14 +20,14 @@ def _number(text: str) -> float:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:40]!r} is there twice")
+            raise ValueError(f"the key {name[:40]!r} occurs twice")
         found[name] = value
     return found
 
@@ -39,9 +39,9 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def decode(text: str, at: int = 0) -> tuple[Any, int]:
-    """The value that begins at a place of a text, and where what follows it begins; blanks around the value are left out.
+    """Decode the value that begins at a place of a text. Return the value and the place after it and the blanks behind it.
 
-    Errors: ValueError for what is no JSON: NaN and Infinity, numbers beyond fp64 (1e999), objects with a key twice, and nests
+    Errors: ValueError for invalid JSON: NaN and Infinity, numbers beyond fp64 (1e999), objects with a repeated key, and nests
     that are too deep.
     """
     try:
@@ -57,10 +57,10 @@ def _behind_blanks(text: str, at: int) -> int:
 
 
 def loads(text: str) -> Any:
-    """The value that a text is. Errors: as of `decode`, and ValueError where something follows."""
+    """Decode a text that is one JSON value. Errors: ValueError as in `decode`, and if more text follows the value."""
     value, end = decode(text)
     if end < len(text):
-        raise ValueError(f"something follows the JSON: {text[end : end + 20]!r}")
+        raise ValueError(f"text follows the JSON: {text[end : end + 20]!r}")
     return value
 
 
@@ -68,52 +68,52 @@ def loads(text: str) -> Any:
 
 
 Message = dict[str, Any]
-"""role, content (text) and, where an assistant calls, tool_calls; where it thinks, reasoning_content; where it does not count,
-weight: 0; a tool's has its name where that is known."""
+"""A message: role, content (text), and optionally tool_calls (of an assistant), reasoning_content (its thinking), weight: 0 (if
+it does not count), name (of a tool, if it is known)."""
 Schema = dict[str, Any]
-"""A tool as chat templates and the OpenAI API take it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+"""A tool for chat templates and the OpenAI API: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which published files have what an assistant thinks before it speaks."""
+"""Names of the field for an assistant's thinking before its answer, in published files."""
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
-"""Other names of roles."""
+"""{other name of a role: role}."""
 HEEDED = {
     "system": frozenset({"role", "content"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
     "assistant": frozenset({"role", "content", "tool_calls", "function_call", "weight", *THOUGHTS}),
 }
-"""Fields of a message that are heeded, by role; of a role that is not here those of the system."""
+"""Fields of a message that are used, by role. For roles that are not listed, the fields of `system` are used."""
 
 
 class Struct(dict):
-    """A nested value of a table (parquet, a data set), which has null in the fields that other rows alone have."""
+    """A nested value of a table (parquet, a data set). The table fills fields that only other rows have with null."""
 
 
 def structs(value: Any) -> Any:
-    """A value of a table with its nested values marked."""
+    """Mark the nested values in a value of a table as `Struct`."""
     if isinstance(value, Mapping):
         return Struct((key, structs(one)) for key, one in value.items())
     return [structs(one) for one in value] if isinstance(value, list) else value
 
 
 def written(value: Any, keep: frozenset[str] = frozenset()) -> Any:
-    """A value as its author wrote it: without the nulls that a table has put in. keep: fields whose null is the author's."""
+    """Return a value without the nulls that a table added. keep: names of fields whose null the author may have written."""
     if isinstance(value, Struct):
         return {key: written(one) for key, one in value.items() if one is not None or key in keep}
     return [written(one) for one in value] if isinstance(value, list) else value
 
 
 def parse_schemas(value: Any) -> list[Schema]:
-    """The schemas of a row's tools; value: a list of them, of texts with one each, or JSON. Errors: ValueError."""
+    """Parse the schemas of a row's tools. value: a list of schemas, a list of JSON texts, or JSON. Errors: ValueError."""
     found, schemas = [], _json(value, "a list of schemas")
     if not isinstance(schemas, list):
-        raise ValueError("it is no list of schemas")
+        raise ValueError("it is not a list of schemas")
     for number, one in enumerate(schemas, 1):
         one = written(_json(one, f"{number}"))
         if isinstance(one, dict) and "function" not in one and isinstance(one.get("name"), str):
             one = {"type": "function", "function": one}
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{number} is no schema of a function with a name")
+            raise ValueError(f"{number} is not a schema of a function with a name")
         found.append(one)
     return found
 
@@ -128,9 +128,9 @@ def _json(value: Any, what: str) -> Any:
 
 
 def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of an element of `tool_calls`. Errors: ValueError saying what is wrong with it.
+    """Return name and arguments of an element of `tool_calls`. Errors: ValueError with the problem.
 
-    schemas: of the tools. Of a table's nulls those are arguments whose tool requires them and takes null.
+    schemas: schemas of the tools. A null of a table is kept as an argument if its tool requires the argument and takes null.
     """
     try:
         name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
@@ -138,7 +138,7 @@ def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str
         if not isinstance(name, str):
             raise TypeError
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
-        raise ValueError("a call of tool_calls has a function with a name and arguments that are JSON") from None
+        raise ValueError("a call in tool_calls needs a function with a name and arguments that are JSON") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name} are no JSON object")
     return name, written(arguments, _nullable(schemas, name))
@@ -165,20 +165,20 @@ def _takes_null(schema: Any) -> bool:
 
 
 def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Schema] = ()) -> list[Message]:
-    """The messages with what counts of them. Errors: ValueError saying what is wrong with the first that does not fit.
+    """Parse messages, keeping the fields that are used. Errors: ValueError with the problem of the first invalid message.
 
-    strict: nothing of a message is lost: a field that is not heeded is an error, unless it is empty. Otherwise such fields and
-    thoughts are left aside, as of what clients of the API send. schemas: of the tools, as for `parse_call`.
+    strict: raise an error if a field of a message would be lost, unless it is empty. Otherwise unused fields and thoughts are
+    ignored, as in requests from clients of the API. schemas: schemas of the tools, as in `parse_call`.
     """
     if not isinstance(messages, list):
-        raise ValueError("a list of messages is wanted")
+        raise ValueError("it must be a list of messages")
     found, asked = [], list[tuple[Any, str]]()
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError("a message has a role and content")
+            raise ValueError("a message needs a role and content")
         role = str(ROLES.get(message["role"], message["role"]))
         message = {key: value for key, value in message.items() if not _absent(value) or key == "content"}
-        if "function_call" in message:  # as the API had it before tools
+        if "function_call" in message:  # form of the API before it had tools
             if strict and "tool_calls" in message:
                 raise ValueError("a message has both function_call and tool_calls")
             message.setdefault("tool_calls", [{"function": message["function_call"]}])
@@ -186,9 +186,9 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
         if isinstance(content, list) and strict:
             content = _joined(content, role) if content else None
         if not isinstance(calls, list):
-            raise ValueError("tool_calls of a message is a list")
+            raise ValueError("tool_calls of a message must be a list")
         if not isinstance(content, str) and not (content is None and calls):
-            raise ValueError(f"the content of a message of role {role} is no text")
+            raise ValueError(f"the content of a message of role {role} is not text")
         one: Message = {"role": role, "content": content or ""}
         if calls and (role == "assistant" or not strict):
             parsed = [parse_call(call, schemas) for call in calls]
@@ -201,7 +201,7 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
 
 
 def _more(message: Message, role: str) -> Message:
-    """Thoughts and weight of a message. Errors: ValueError for a field that would be lost."""
+    """Return thoughts and weight of a message. Errors: ValueError for a field that would be lost."""
     heeded = HEEDED.get(role, HEEDED["system"])
     if lost := [key for key in message if key not in heeded]:
         raise ValueError(f"a message of role {role} has '{lost[0]}', which the model would not be shown; leave it out")
@@ -209,7 +209,7 @@ def _more(message: Message, role: str) -> Message:
     thoughts = {key: message[key] for key in THOUGHTS if key in message}
     for key, thought in thoughts.items():
         if not isinstance(thought, str):
-            raise ValueError(f"'{key}' of a message is no text")
+            raise ValueError(f"'{key}' of a message is not text")
         if found.setdefault("reasoning_content", thought) != thought:
             raise ValueError(f"'{key}' and '{next(iter(thoughts))}' of a message differ")
     weight = message.get("weight", 1)
@@ -219,27 +219,27 @@ def _more(message: Message, role: str) -> Message:
 
 
 def _absent(value: Any) -> bool:
-    """True for a field that says nothing: tables and the API's own objects have null in fields that are not used."""
+    """Return True for an empty field: tables and the API's own objects have null in unused fields."""
     if isinstance(value, Mapping):
         return all(map(_absent, value.values()))
     return value is None or (isinstance(value, str | list) and not value)
 
 
 def _joined(parts: list[Any], role: str) -> str:
-    """The text of a content in parts. Errors: ValueError for parts that are none."""
+    """Join a content in parts to a text. Errors: ValueError for a part that is not text."""
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
-                f"the content of a message of role {role} has a part of type {kind!r:.60}: text alone can be given"
+                f"the content of a message of role {role} has a part of type {kind!r:.60}: only text is supported"
             )
     return "".join(part["text"] for part in parts)
 
 
 def _answering(message: Mapping[str, Any], asked: list[tuple[Any, str]]) -> str | None:
-    """The tool whose result a message is: by the call's id, else in the calls' order.
+    """Return the name of the tool whose result a message is: by the id of the call, else by the order of the calls.
 
-    asked: id and name of calls that wait for their results; the one that has it is taken out.
+    asked: ids and names of the calls without a result so far. The call with this result is removed from it.
     """
     wanted = message.get("tool_call_id")
     for place, (number, name) in enumerate(asked):

@@ -1,7 +1,7 @@
-"""Environments behind an OpenEnv server (https://github.com/meta-pytorch/OpenEnv): data.task: openenv.
+"""Task for environments behind an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), data.task: openenv.
 
-The server is anybody's, in any container; it is spoken to over its WebSocket (/ws: reset and step), one session a
-conversation. No package of OpenEnv's is needed here.
+The server can be any server in any container. The task uses its WebSocket (/ws: reset and step), with one session per
+conversation. No package of OpenEnv is needed here.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 HELD_OUT_SIZE = 1000
 PAUSE_S = 1.0
-"""Before a first observation is asked for again."""
+"""Pause in seconds before another request for a first observation."""
 MOST_BYTES = 16 * 2**20
-"""Most bytes of an answer, pictures included: a larger one would hold up all conversations while it is read."""
+"""Largest size of an answer in bytes, pictures included. Reading a larger answer would block all conversations."""
 MOST_UNREAD = 64
-"""Messages that nobody asked for and nobody has read, behind which a server has to wait."""
+"""Largest number of messages that were not requested and not read; then the server has to wait."""
 _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Codes of errors that an action of the model's brings about."""
+"""Codes of errors that are caused by an action of the model."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A server's answer to reset or step."""
+    """Answer of a server to reset or step."""
 
     observation: dict[str, Any]
     reward: float
@@ -51,7 +51,7 @@ class Result:
 
 
 class Server:
-    """An OpenEnv server. At most `sessions` are open at once; the others wait."""
+    """An OpenEnv server. At most `sessions` sessions are open at once; more sessions wait."""
 
     def __init__(
         self, url: str, *, sessions: int, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})
@@ -64,7 +64,7 @@ class Server:
 
     @asynccontextmanager
     async def session(self, waiting: Waiting = nullcontext) -> AsyncIterator[Session]:
-        """An environment of one's own, as long as the context. waiting: around the wait for one. Errors: ToolLost."""
+        """Open an environment for the duration of the context. waiting: context of the wait for a slot. Errors: ToolLost."""
         free = self._open.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.sessions))
         with waiting():
             await free.acquire()
@@ -87,7 +87,7 @@ class Server:
             free.release()
 
     async def action_schema(self) -> dict[str, Any]:
-        """JSON schema of the actions. Errors: ToolLost."""
+        """Return the JSON schema of the actions. Errors: ToolLost."""
         try:
             timeout = aiohttp.ClientTimeout(self.timeout_s)
             session = aiohttp.ClientSession(self.url, timeout=timeout, headers=self.headers, raise_for_status=True)
@@ -106,7 +106,7 @@ class Session:
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Read all the time: pings are answered while it does, and a server ends a session that answers none."""
+        """Read messages all the time, which also answers pings: a server ends a session that does not answer pings."""
         while True:
             message = await self._socket.receive()
             await self._answers.put(message)
@@ -114,14 +114,14 @@ class Session:
                 return
 
     async def reset(self, arguments: Mapping[str, Any]) -> Result:
-        """Begin an episode. Errors: ToolLost; UserError for arguments that the environment does not take."""
+        """Begin an episode. Errors: ToolLost; UserError if the environment does not accept the arguments."""
         try:
             return await self._ask("reset", arguments)
         except ToolError as error:
-            raise UserError(f"data.options.reset: {self._server} does not take it: {error}") from None
+            raise UserError(f"data.options.reset: {self._server} does not accept it: {error}") from None
 
     async def step(self, action: Mapping[str, Any]) -> Result:
-        """Errors: ToolError for an action that the environment does not take, ToolLost."""
+        """Take an action. Errors: ToolError if the environment does not accept the action; ToolLost."""
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Result:
@@ -135,7 +135,7 @@ class Session:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             why = (
                 f": {answer.data}" if isinstance(answer.data, Exception) else ""
-            )  # such as an answer that is too large
+            )  # for example if the answer is too large
             raise ToolLost(f"{where}: the connection ended at {kind} ({answer.type.name}{why})")
         try:
             message = json.loads(answer.data)
@@ -152,7 +152,7 @@ class Session:
                 raise ToolLost(f"{where}: the reward of {kind} is {reward}")
             return Result(dict(content["observation"]), reward, bool(content.get("done")))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ToolLost(f"{where}: its answer to {kind} is none of OpenEnv's: {error!r}") from error
+            raise ToolLost(f"{where}: its answer to {kind} does not have the form of OpenEnv: {error!r}") from error
 
 
 def _details(errors: Any) -> str:
@@ -161,9 +161,9 @@ def _details(errors: Any) -> str:
 
 
 def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """An action from the model's answer: a JSON object, or the value of the only field that is required.
+    """Convert the model's answer to an action: a JSON object, or the value of the only required field.
 
-    Errors: ToolError where it is neither.
+    Errors: ToolError if it is neither.
     """
     body = text.strip()
     if body.startswith("```") and body.endswith("```"):
@@ -181,11 +181,11 @@ def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OpenEnv(Task):
-    """Episodes of an OpenEnv server: the first observation is the prompt, each answer an action, the reward their sum.
+    """Episodes of an OpenEnv server. The first observation is the prompt, each answer is an action, rewards are summed.
 
-    data.options: `url`; `headers` (of requests, such as a key); `size` (episodes to train on; each is a seed of reset), `reset`
-    (more arguments of it), `observation` (the field that is shown; otherwise the only text among them, or all as JSON),
-    `sessions`, `timeout_s`.
+    data.options: `url`; `headers` (of requests, for example a key); `size` (number of training episodes, each with its own seed
+    of reset); `reset` (more arguments of reset); `observation` (the field that is shown; by default the only text field, or all
+    fields as JSON); `sessions`; `timeout_s`.
     """
 
     parts = ("reward",)
@@ -211,18 +211,18 @@ class OpenEnv(Task):
 
     @override
     def prompts(self, split: Split) -> Episodes:
-        """Held-out episodes have the seeds from 0, and those to train on follow: no seed is in both."""
+        """Return the episodes of a split. Held-out episodes have seeds from 0, training episodes the seeds after these."""
         held_out = range(min(self.size, HELD_OUT_SIZE))
         return Episodes(self, held_out if split == "eval" else range(len(held_out), len(held_out) + self.size))
 
     def prompt(self, seed: int) -> Prompt:
-        """The episode with a seed. Errors: UserError where the server does not answer."""
+        """Return the prompt of the episode with a seed. Errors: UserError if the server does not answer."""
         text = self.data.template.replace("{prompt}", self.text(_now(self._first(seed)).observation))
         messages = [{"role": "user", "content": text}] if self.data.chat else None
         return Prompt(f"openenv:{seed}", text, None, None, messages, {"seed": seed})
 
     async def _first(self, seed: int) -> Result:
-        """First result of an episode. A server that is full or being restarted is asked again. Errors: ToolLost."""
+        """Return the first result of an episode. A server that is full or restarting is asked again. Errors: ToolLost."""
         deadline = asyncio.get_running_loop().time() + self.server.timeout_s
         while True:
             try:
@@ -234,7 +234,7 @@ class OpenEnv(Task):
                 await asyncio.sleep(PAUSE_S)
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """An observation as the policy sees it. Errors: ToolLost for a field that is not there."""
+        """Return an observation as the policy sees it. Errors: ToolLost if data.options.observation is not among its fields."""
         if self.shown is not None:
             if self.shown not in observation:
                 raise ToolLost(
@@ -250,7 +250,7 @@ class OpenEnv(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """The rewards of the first steps: under rollout.program: single_turn, an episode is one action."""
+        """Return the rewards of the first steps: under rollout.program: single_turn, an episode is one action."""
 
         async def one(prompt: Prompt, text: str) -> Parts:
             async with self.server.session() as session:
@@ -273,7 +273,7 @@ def _headers(given: Any) -> dict[str, str]:
 
 
 class Episodes(Sequence[Prompt]):
-    """The prompts of seeds, asked from the server when they are wanted, and remembered."""
+    """Prompts of seeds, requested from the server at first use, and cached."""
 
     def __init__(self, task: OpenEnv, seeds: range) -> None:
         self._task, self._seeds = task, seeds
@@ -321,7 +321,7 @@ class Episode(Environment):
         return None if result.done else [{"role": "user", "content": self.task.text(result.observation)}]
 
     async def _begin(self) -> None:
-        """Open the session, with the observation that the prompt shows. Errors: ToolLost where it is another one."""
+        """Open the session and check its first observation. Errors: ToolLost if it differs from the prompt's observation."""
         self._context = self.task.server.session(self.waiting)
         self._session = await self._context.__aenter__()
         result = await self._session.reset({"seed": self.prompt.metadata["seed"]} | self.task.reset)
@@ -329,7 +329,7 @@ class Episode(Environment):
         if shown != self.prompt.text:
             raise ToolLost(
                 f"{self.task.server}: two resets with seed {self.prompt.metadata['seed']} begin with"
-                " different observations; the environment has to heed its seed, or data.options.reset to fix the episode"
+                " different observations; the environment has to respect its seed, or data.options.reset to fix the episode"
             )
 
     @override
@@ -346,7 +346,7 @@ class Episode(Environment):
 
 
 def _now[T](work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, outside of an event loop. Errors: UserError where the server does not do it."""
+    """Run a coroutine outside of an event loop. Errors: UserError if the server fails."""
     try:
         return asyncio.run(work)
     except ToolLost as error:

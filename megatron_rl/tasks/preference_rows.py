@@ -1,4 +1,4 @@
-"""Preferences from data: rows with a pair, a list, a score, a label or steps."""
+"""Preferences from data: rows with a pair, a list, a score, a label, or steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
     "point": ("score_key",),
     "label": ("label_key",),
 }
-"""Keys of the columns by which a kind is known; the first kind counts of which a row has one."""
+"""Keys of the columns that identify each kind. A row has the first kind of which it has a column."""
 BESIDES: dict[Kind, tuple[str, ...]] = {
     "pair": (),
     "list": (),
@@ -32,15 +32,15 @@ BESIDES: dict[Kind, tuple[str, ...]] = {
     "point": ("response_key",),
     "label": ("response_key",),
 }
-"""Keys of the columns that it needs besides these and the prompt."""
+"""Keys of the columns that each kind needs in addition to `COLUMNS` and the prompt."""
 
 
 class PreferenceRows(RowTask):
-    """Prompts with a preference each, all of one kind; no answer is needed."""
+    """A task whose rows have a prompt and a preference, all of one kind. Rows need no answer."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         self._first: tuple[Kind, str] | None = None
-        """Kind and place of the first row that has one."""
+        """Kind and place of the first row with a preference."""
         super().__init__(data, demonstrations)
 
     @override
@@ -55,12 +55,12 @@ class PreferenceRows(RowTask):
     @override
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
         kind = self._kind_of(row)
-        assert kind is not None  # of a row that has what is needed
+        assert kind is not None  # the row has the columns that are needed
         first, there = self._first = self._first or (kind, where)
         if kind != first:
             raise UserError(
-                f"data: {where} is a {kind} ({self._names(kind)}), {there} a {first} ({self._names(first)}): give rows of one"
-                " kind, or leave the others out with data.prepare"
+                f"data: {where} is a {kind} ({self._names(kind)}), but {there} is a {first} ({self._names(first)}): give rows"
+                " of one kind, or drop the others with data.prepare"
             )
         if kind == "pair" and (talks := self._conversations(row)):
             row = row | dict(zip(self._columns("prompt_key", *COLUMNS["pair"]), _parted(*talks), strict=True))
@@ -76,14 +76,14 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """The kind is told by the columns with a value, since a data set has all columns in each row."""
+        """Return the kind by the columns with a value, because a data set has all columns in each row."""
         for kind, keys in COLUMNS.items():
             if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
                 return kind
         return None
 
     def _meant(self, row: dict[str, Any]) -> Kind | None:
-        """The kind of which a row without one has a column, but misspelled or without a value."""
+        """Return the kind of a row whose column is misspelled or has no value."""
         others = row.keys() - self._columns("prompt_key", "response_key", "answer_key")
         for kind, keys in COLUMNS.items():
             if any(get_close_matches(name, others) for name in self._columns(*keys)):
@@ -112,7 +112,7 @@ class PreferenceRows(RowTask):
         values = self._elements(row, name)
         responses = [self._response(row, value, f"'{name}' {i}") for i, value in enumerate(values, 1)]
         if len(responses) < 2:
-            raise ValueError(f"'{name}' has one response, and nothing to compare it with")
+            raise ValueError(f"'{name}' has a single response, so there is nothing to compare")
         scores = [-float(place) for place in range(1, len(responses) + 1)]
         if get(row, of_scores) not in (MISSING, None):
             scores = self._numbers(row, of_scores, len(responses), name)
@@ -128,7 +128,7 @@ class PreferenceRows(RowTask):
         texts, end = self._elements(row, name), self.data.step_separator
         for i, text in enumerate(texts, 1):
             if not isinstance(text, str):
-                raise ValueError(f"'{name}' {i} is no text")
+                raise ValueError(f"'{name}' {i} is not text")
             if not text.strip():
                 raise ValueError(f"'{name}' {i} is empty")
         scores = self._numbers(row, of_labels, len(texts), name)
@@ -153,7 +153,7 @@ class PreferenceRows(RowTask):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _conversations(self, row: dict[str, Any]) -> list[list[Message]]:
-        """Both sides of a pair where they are whole conversations, which bring their prompt along; else none."""
+        """Return both sides of a pair if they are whole conversations, which include their prompt; else an empty list."""
         names = self._columns(*COLUMNS["pair"])
         if not all(isinstance(side := get(row, name), list) and side for name in names):
             return []
@@ -163,7 +163,7 @@ class PreferenceRows(RowTask):
         return talks if whole or (asked and get(row, self.data.prompt_key) in (MISSING, None)) else []
 
     def _response(self, row: dict[str, Any], value: Any, name: str) -> Response:
-        """A response; of a conversation that is one plain message its text, which every rollout program takes."""
+        """Return a response. A conversation of one plain message becomes its text, which every rollout program accepts."""
         if isinstance(value, list):
             value = messages_of(value, name, self._tools(row))
             if value and value[0]["role"] != "assistant":
@@ -183,7 +183,7 @@ class PreferenceRows(RowTask):
     def _elements(self, row: dict[str, Any], name: str) -> list[Any]:
         value = get(row, name)
         if not isinstance(value, list):
-            raise ValueError(f"'{name}' is no list")
+            raise ValueError(f"'{name}' is not a list")
         return value
 
     def _numbers(self, row: dict[str, Any], name: str, count: int, of: str) -> list[float]:
@@ -194,20 +194,20 @@ class PreferenceRows(RowTask):
 
 
 def _number(value: Any, name: str) -> float:
-    """Errors: ValueError naming the column, for what is no finite number."""
+    """Convert a value to a float. Errors: ValueError naming the column if it is not a finite number."""
     number = math.nan
     if isinstance(value, bool | int | float):
-        with suppress(OverflowError):  # of an integer that no float reaches
+        with suppress(OverflowError):  # an integer beyond the range of floats
             number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!r:.60}, no finite number")
+        raise ValueError(f"{name} is {value!r:.60}, not a finite number")
     return number
 
 
 def _parted(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[list[Message]]:
-    """Prompt, and both replies, of two conversations: they part after the last message of the user that they share.
+    """Split two conversations into their prompt and both replies, after the last message of the user that they share.
 
-    Errors: ValueError where there is none.
+    Errors: ValueError if they share no such message.
     """
     end = 0
     for place, (one, other) in enumerate(zip(chosen, rejected, strict=False), 1):
@@ -220,8 +220,8 @@ def _parted(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[list
 
 
 class FilePreferences(PreferenceRows, FileTask):
-    """Preferences of a .jsonl or .parquet file."""
+    """Preferences from a .jsonl or .parquet file."""
 
 
 class HubPreferences(PreferenceRows, HubTask):
-    """Preferences of a Hugging Face data set."""
+    """Preferences from a Hugging Face data set."""

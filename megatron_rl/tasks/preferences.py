@@ -1,4 +1,4 @@
-"""Preferences over responses to one prompt: which is better, how good each is, which of its steps are right."""
+"""Preferences over responses to one prompt: which response is better, how good each response is, which steps are right."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
     from megatron_rl.data.sequence import Sequence as Tokens
 
 Kind = Literal["pair", "list", "steps", "point", "label"]
-"""pair: chosen and rejected; list: several responses, with scores or in an order; steps: one response whose steps have a score
-each; point: one with a score; label: one that is right or wrong."""
+"""pair: a chosen and a rejected response. list: several responses with scores or in an order. steps: one response with a score
+for each step. point: one response with a score. label: one response that is right or wrong."""
 Response = str | list[dict[str, Any]]
-"""Text, or the messages of a conversation (assistant, tool)."""
+"""A text, or the messages of a conversation (roles assistant and tool)."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a response, with what was said of it."""
+    """A step of a response, with its score."""
 
     text: str
-    """As the model writes it, with what separates it from the next."""
+    """Text of the step as the model writes it, with the separator after it."""
     score: float
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A response to a prompt, with what was said of it."""
+    """A response to a prompt, with its score."""
 
     response: Response
     score: float
-    """Higher is better. Of a pair 1 (chosen) and 0 (rejected); of an order minus the place, from -1 on; of a label 1 or 0; of
-    steps the lowest of theirs."""
+    """Higher is better. pair: 1 (chosen) and 0 (rejected). list in an order: minus the place, from -1 on. label: 1 or 0. steps:
+    the lowest score of a step."""
     steps: tuple[Step, ...] | None = None
-    """The whole response in steps, where they are judged one by one."""
+    """The steps of the whole response, if each step has a score."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Responses to one prompt that are compared, or one that is judged by itself."""
+    """Responses to one prompt that are compared, or a single response with a score."""
 
     kind: Kind
     judged: tuple[Judged, ...]
-    """The judged responses; in a pair the chosen one comes first."""
+    """The responses with their scores; the chosen response of a pair comes first."""
     margin: float | None = None
-    """Margin by which the chosen one of a pair is better, where that is known."""
+    """Margin by which the chosen response of a pair is better, if it is known."""
 
     def __post_init__(self) -> None:
-        """Errors: UserError for what is no preference of its kind, for tasks that make their own."""
+        """Validate the preference; tasks may build their own. Errors: UserError if it does not fit its kind."""
         if self.kind not in get_args(Kind):
             raise UserError(
                 f"data.task: there is no kind of preference '{self.kind}'{nearest(self.kind, get_args(Kind))}"
@@ -69,13 +69,13 @@ class Preference:
         if not fewest <= len(scores) <= most:
             problem = f"has {len(scores)} responses"
         elif not all(map(math.isfinite, [*scores, self.margin or 0.0])):
-            problem = "has a score or a margin that is no finite number"
+            problem = "has a score or a margin that is not a finite number"
         elif (self.margin or 0.0) < 0:
             problem = "has a margin below 0"
         elif self.kind == "pair" and scores[0] <= scores[1]:
-            problem = "has a chosen response (the first) whose score is not the higher one"
+            problem = "has a chosen response (the first) whose score is not higher"
         elif self.kind == "list" and len(set(scores)) == 1:
-            problem = "has nothing but equal scores"
+            problem = "has only equal scores"
         elif self.kind == "steps" and not self.judged[0].steps:
             problem = "has no steps"
         if problem:
@@ -83,25 +83,25 @@ class Preference:
 
 
 # -- comparisons ---------------------------------------------------------------------------------------------------------
-# Preferences as tokens: what a step of learning from them is made of.
+# Preferences as token sequences, of which a training step takes a batch.
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Responses to one prompt as sequences, with what was said of them."""
+    """Responses to one prompt as token sequences, with their scores."""
 
     prompt_id: str
     kind: Kind
     sequences: list[Tokens]
-    """One for each response; of a pair the chosen one first."""
+    """One sequence for each response; the chosen response of a pair comes first."""
     scores: list[float]
     """Score of each response, as in `Judged`."""
     margin: float | None = None
-    """Margin by which the chosen one of a pair is better, where that is known."""
+    """Margin by which the chosen response of a pair is better, if it is known."""
     step_ends: list[list[int]] = field(default_factory=list)
-    """For each response, the positions of its steps' last tokens, counted from its first token; empty without steps."""
+    """Positions of the last tokens of each response's steps, counted from its first token; empty without steps."""
     step_labels: list[list[float]] = field(default_factory=list)
-    """The score of each of these steps."""
+    """Scores of the steps of each response."""
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Comparison:
         whole: Callable[[Response], Tokens],
         stepwise: Callable[[tuple[Step, ...]], tuple[Tokens, list[int]]],
     ) -> Comparison:
-        """The preference with its tokens. whole: of a response; stepwise: of its steps, with their ends."""
+        """Build a comparison from a preference. whole: encodes a response. stepwise: encodes steps and returns their ends."""
         found = [stepwise(j.steps) if j.steps else (whole(j.response), []) for j in preference.judged]
         return cls(
             prompt_id,
@@ -124,7 +124,7 @@ class Comparison:
         )
 
     def problem(self, context_length: int) -> str:
-        """Why it cannot be learned from, or ''."""
+        """Return the reason why the comparison cannot be trained on, or ''."""
         longest = max(self.sequences, key=lambda one: len(one.tokens))
         if len(longest.tokens) > context_length:
             return (
@@ -136,7 +136,7 @@ class Comparison:
         for ends in self.step_ends:
             if any(end <= before for before, end in zip([-1, *ends], ends, strict=False)):
                 return "the tokenizer has no token for a step"
-        # Different texts may have the same tokens: a tokenizer normalizes, and lacks signs.
+        # Different texts can have equal tokens, because a tokenizer normalizes text and lacks characters.
         texts = [one.tokens.tobytes() for one in self.sequences]
         for (i, one), (j, other) in combinations(enumerate(texts), 2):
             if one == other and self.scores[i] != self.scores[j]:
@@ -145,15 +145,15 @@ class Comparison:
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------
-# Steps of a response: how its text is parted into them, and which of its tokens each of them ends with.
+# Steps of a response: how its text is split into steps, and the last token of each step.
 
 
 def steps_of(text: str, separator: str, *, ended: bool = True) -> list[str]:
-    """The steps of a response, each with the separator behind it, as they are learned from (`data.steps_key`).
+    """Split a response into steps, each with the separator after it, as they are trained on (`data.steps_key`).
 
-    A step is what stands before a separator; blank lines and the like belong to the step before them, or to the first. ended:
-    the policy has ended the response itself: what follows the last separator is a step too, with the separator that it lacks,
-    and a response without any other is one. Else what follows was cut off, and is none.
+    A step is the text before a separator. Blank text belongs to the step before it, or to the first step. ended: True if the
+    policy ended the response itself. Then the text after the last separator is a step too and gets a separator, and a response
+    without a separator is one step. Otherwise the text after the last separator was cut off and is dropped.
     """
     *pieces, rest = text.split(separator)
     if ended and (rest.strip() or not pieces):
@@ -172,9 +172,9 @@ def steps_of(text: str, separator: str, *, ended: bool = True) -> list[str]:
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, steps: Iterable[str]) -> tuple[list[int], list[int]]:
-    """Tokens of a response in steps, and the places of the last token of each.
+    """Return the tokens of a response in steps, and the position of the last token of each step.
 
-    Each step is encoded by itself, since a token of the whole text may reach over a border.
+    Each step is encoded separately, because a token of the whole text may cross a border.
     """
     tokens: list[int] = []
     ends = []
@@ -191,9 +191,9 @@ def last_tokens(
     *,
     ended: bool = True,
 ) -> list[int]:
-    """Places of the tokens of a response, as the policy sampled them, in which its steps (`steps_of`) end.
+    """Return the positions of the sampled tokens of a response at which its steps (`steps_of`) end.
 
-    Of a response that has ended by itself the last step ends with its last token, that which says so.
+    If the response ended by itself, the last step ends with its last token, the end token.
     """
     open_end = steps[:-1] if ended else steps
     if open_end:
@@ -204,7 +204,7 @@ def last_tokens(
 
 
 def _places(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Sequence[int], sign: str) -> list[int]:
-    """Places of the tokens with which so many characters of their text are there. sign: the last one of each part."""
+    """Return the positions of the tokens at which the text reaches `ends` characters. sign: last character of each part."""
 
     def text(some: Sequence[int]) -> str:
         return str(tokenizer.decode(list(some), skip_special_tokens=True))
@@ -214,7 +214,7 @@ def _places(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Seq
     seen = np.cumsum([signs[token] for token in tokens])
     if seen[-1] == whole.count(sign):
         return np.searchsorted(seen, [whole[:end].count(sign) for end in ends]).tolist()
-    # A sign of several tokens, or one that a token by itself does not show.
+    # The sign consists of several tokens, or a token does not show it when decoded alone.
     return [
         min(len(tokens) - 1, bisect_left(range(len(tokens)), end, key=lambda i: len(text(tokens[: i + 1]))))
         for end in ends

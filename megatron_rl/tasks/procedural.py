@@ -1,4 +1,4 @@
-"""Prompts that a generator makes on demand, split into train and held-out ones by the hash of their text."""
+"""Prompts that a generator makes on demand, split into training and held-out prompts by the hash of their text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MAX_PROBES = 200
 class ProceduralPrompts(Sequence[Prompt]):
     """Lazy sequence of `size` prompts of one split.
 
-    generate(block, index) makes prompt `index` of the generator's `block`. Where the text's hash says that it belongs
-    to the other split, the same index of the next block is taken, so both splits are disjoint whatever their sizes.
+    generate(block, index) makes prompt `index` of the generator's `block`. If the hash of the text assigns the prompt to the
+    other split, the same index of the next block is tried. So the splits are disjoint for any sizes.
     """
 
     def __init__(self, generate: Callable[[int, int], Prompt], split: Split, size: int):
         self._generate = generate
         self._eval = split == "eval"
         self._size = size
-        self._prompt = lru_cache(maxsize=HELD_OUT_SIZE)(self._find)  # evaluations ask for the same ones each time
+        self._prompt = lru_cache(maxsize=HELD_OUT_SIZE)(self._find)  # each evaluation asks for the same prompts
 
     def __len__(self) -> int:
         return self._size
@@ -44,6 +44,6 @@ class ProceduralPrompts(Sequence[Prompt]):
                 return prompt
         side = "held-out" if self._eval else "training"
         raise UserError(
-            f"data: {_MAX_PROBES} tries gave no {side} prompt (last: {prompt.prompt_id}): the task has too few"
+            f"data: {_MAX_PROBES} tries gave no {side} prompt (last: {prompt.prompt_id}), because the task has too few"
             " different questions; widen data.options"
         )

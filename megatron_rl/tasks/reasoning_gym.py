@@ -1,4 +1,4 @@
-"""Any data set of reasoning-gym with its own scorer: data.task: reasoning_gym:NAME."""
+"""Task for any data set of reasoning-gym with its own scorer, data.task: reasoning_gym:NAME."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZE = 10_000
 _OURS = ("verifier_timeout_s", "size", "attempts")
-"""Keys of data.options that are not the data set's."""
+"""Keys of data.options that are not options of the data set."""
 REFUSED = {
     "coin_flip": "its scorer pays 1.0 for 0",
     "complex_arithmetic": "its scorer pays 1.0 for nan",
@@ -42,7 +42,7 @@ REFUSED = {
     "game_of_life_halting": "its scorer pays 1.0 for any text",
     "propositional_logic": "its scorer pays 0.25 for any text where the premises contradict each other",
 }
-"""Data sets that pay for what is no answer."""
+"""{data set: reason}. The scorers of these data sets give reward to texts that are not answers."""
 _RUBBISH = (
     "no answer",
     "#",
@@ -61,9 +61,10 @@ _RUBBISH = (
     "\N{SNOWMAN}",
 )
 _PROBED = 8
-"""Entries of which each text of rubbish is tried."""
+"""Number of entries with which each text of `_RUBBISH` is tried."""
 _MOST_FOR_RUBBISH = 0.15
-"""Many scorers pay a little for any text. So much is taken for nothing; a data set that pays more is refused."""
+"""Largest score for rubbish that is treated as 0, because many scorers give a little to any text. If a data set gives more, the
+task refuses it."""
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "%", "(", ")", ",", "[", "]", "="})
 _LONGEST = 4000
@@ -71,11 +72,11 @@ _FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "sec", "csc", "cot", "exp", "log", "ln", "sqrt", "abs", "Abs"}
     | {"asin", "acos", "atan", "sinh", "cosh", "tanh", "pi", "E", "e", "I"}
 )
-"""Names that an expression may have beside single letters: those that sympy prints."""
+"""Names that an expression may have besides single letters: the names that sympy prints."""
 
 
 class ReasoningGym(Task):
-    """A data set that reasoning-gym generates."""
+    """A task on a data set that reasoning-gym generates."""
 
     parts = ("score", "answered")
     main_parts = ("score",)
@@ -87,9 +88,9 @@ class ReasoningGym(Task):
         self.size = int(data.options.get("size", DEFAULT_SIZE))
         own = {name: value for name, value in data.options.items() if name not in _OURS}
         self.attempts = int(data.options.get("attempts", 1))
-        """Answers that a conversation may give under rollout.program: agent; the last one counts."""
+        """Number of answers that a conversation may give under rollout.program: agent; the last answer counts."""
         self.options = json.dumps(own, sort_keys=True)
-        # entry i of a data set is usually drawn with seed + i
+        # Entry i of a data set is usually drawn with seed + i.
         self._first_seed = data.seed * 1_000_003 * self.size
         self._check()
         self._timeout_s = float(data.options.get("verifier_timeout_s", 5.0))
@@ -113,12 +114,12 @@ class ReasoningGym(Task):
         self._floor = max(self._paid_for(text, entries) for text in _RUBBISH)
         if self._floor > _MOST_FOR_RUBBISH:
             raise UserError(
-                f"config: data.task: the scorer of {self.name} pays {self._floor:g} for rubbish, so that would be learned;"
+                f"config: data.task: the scorer of {self.name} pays {self._floor:g} for rubbish, which the policy would learn;"
                 " choose another data set"
             )
 
     def _paid_for(self, text: str, entries: Sequence[dict[str, Any]]) -> float:
-        """The most that a text is paid where it is no answer; 0 where that depends on the question."""
+        """Return the largest score of a text that is not the answer, or 0 if the score depends on the question."""
         others = [entry for entry in entries if str(entry["answer"]).strip() != text]
         paid = [score(self.dataset, self.options, entry, text)["score"] for entry in others]
         return max(paid) if len(paid) > 1 and min(paid) > 0 else 0.0
@@ -170,7 +171,7 @@ class ReasoningGym(Task):
 
 @dataclass
 class Attempts(Environment):
-    """An answer that is wrong may be given again, after the score of the one before."""
+    """A conversation in which a wrong answer may be given again, after the score of the previous answer."""
 
     task: ReasoningGym = None  # type: ignore[assignment]  # the fields of Environment have defaults
     prompt: Prompt = None  # type: ignore[assignment]
@@ -209,23 +210,23 @@ def _dataset(name: str, options: str, size: int, seed: int) -> Any:
 def score_isolated(
     name: str, options: str, entry: dict[str, Any], answer: str, timeout_s: float
 ) -> Mapping[str, float]:
-    """`score` in a process of its own that can only compute. A worker calls it. Errors: TimeoutError; Unscored."""
+    """Run `score` in an isolated process that can only compute. Called by a worker. Errors: TimeoutError; Unscored."""
     _warm(name, options)
     return isolated.call(score, (name, options, entry, answer), timeout_s=timeout_s)
 
 
 @cache
 def _warm(name: str, options: str) -> None:
-    """Score an answer of the data set's own: what a scorer imports, or makes once, is then there before the fork."""
+    """Score one of the data set's own answers, so that imports and caches of the scorer exist before the fork."""
     dataset = _dataset(name, options, 10, 0)
     with suppress(Exception):
         dataset.score_answer(dataset[0]["answer"], dataset[0])
 
 
 def score(name: str, options: str, entry: dict[str, Any], answer: str) -> dict[str, float]:
-    """The data set's own score of an extracted answer, 0 for none and where the scorer raises.
+    """Return the data set's own score of an extracted answer; 0 without an answer or if the scorer raises.
 
-    A scorer that evaluates what it is given is given lists and arithmetic alone.
+    A scorer that evaluates its input gets only lists and arithmetic.
     """
     dataset = _dataset(name, options, 10, 0)
     try:
@@ -246,10 +247,10 @@ def _evaluates(kind: type) -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Tell whether a text is no more than a value: a literal of Python's, or arithmetic of letters and known functions."""
+    """Return True if a text is only a value: a Python literal, or arithmetic of letters and known functions."""
     if len(text) > _LONGEST:
         return False
-    if not re.search(r"[^\w\s+*/^%,-]", text):  # words and signs: there is nothing that could be called
+    if not re.search(r"[^\w\s+*/^%,-]", text):  # words and operators only: nothing can be called
         return "__" not in text
     try:
         ast.literal_eval(text)
@@ -266,7 +267,7 @@ def is_plain(text: str) -> bool:
             if token.string not in _FUNCTIONS and (len(token.string) > 1 or not token.string.isalpha() or called):
                 return False
         elif token.type != tokenize.NUMBER and not (token.type == tokenize.OP and token.string in _OPERATORS):
-            return False  # no point, so no attribute
+            return False  # a point is not allowed, so there are no attributes
         elif token.string in (")", "]") and called:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Tasks from data: a .jsonl or .parquet file, or a Hugging Face data set (by name or folder)."""
+"""Tasks on data: a .jsonl or .parquet file, or a Hugging Face data set (by name or folder)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = tuple[str, dict[str, Any] | None, str]
-"""(where it stands, the row or None, what is wrong with it or '')."""
+"""(place of the row, the row or None, problem of the row or '')."""
 VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
 MISSING = object()
-"""Value that `get` gives for a key that a row does not have."""
+"""Value that `get` returns for a key that a row does not have."""
 
 
 def check_file(path: str, key: str = "data.path") -> None:
-    """Errors: UserError where there is no such file."""
+    """Raise UserError if the file does not exist."""
     if not Path(path).is_file():
         hint = " (for a data set of the Hugging Face hub set data.task: hub)" if hub_id(path) else ""
         raise UserError(f"config: {key}: there is no file {path}{hint}")
 
 
 def read_file(path: str, key: str = "data.path") -> Iterator[Row]:
-    """Rows of a .jsonl or .parquet file. Errors: UserError where there is no such file or it is neither."""
+    """Read rows of a .jsonl or .parquet file. Errors: UserError if the file does not exist or has another suffix."""
     check_file(path, key)
     file = Path(path)
     if file.suffix == ".jsonl":
@@ -92,7 +92,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, s
 
 
 def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
-    """Rows of a Hugging Face data set, or of a folder that `datasets` can read (of files, or saved by it)."""
+    """Read rows of a Hugging Face data set, or of a folder that `datasets` can read (data files, or saved by `datasets`)."""
     import datasets
 
     try:
@@ -101,7 +101,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
             rows: Any = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             rows = datasets.load_dataset(path, subset, split=split)
-    except Exception as error:  # the library raises many kinds, from its own to those of HTTP clients
+    except Exception as error:  # the library raises many kinds of errors, its own and those of HTTP clients
         raise UserError(
             f"config: {key}: data set {path} (split {split}): {' '.join(str(error.__cause__ or error).split())[:300]}"
         ) from None
@@ -110,7 +110,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
 
 
 def _has_calls(columns: Any) -> bool:
-    """True for a table with calls or schemas of tools, all of which have the fields of all others."""
+    """Return True for a table with calls or schemas of tools. In such a table, each call has the fields of all calls."""
     return any(field in str(columns) for field in ("arguments", "parameters"))
 
 
@@ -119,17 +119,17 @@ def _marked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class RowTask(Task):
-    """Prompts from rows; a row that cannot be used is skipped, counted and named in the log.
+    """Prompts from rows. The task skips rows that cannot be used, counts them, and names the first ones in the log.
 
-    demonstrations: for SFT rows need data.response_key (and no answer), or are texts, with data.text_key alone, or have the
-    tokens that were sampled, in data.tokens_key.
+    demonstrations: for SFT, each row needs one of three things: a prompt and data.response_key (no answer); a text alone, in
+    data.text_key; or sampled tokens, in data.tokens_key.
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
     generates = False
-    """True if there are rows without data.path."""
+    """True if the task generates rows without data.path."""
     held_out_alone = False
-    """True: only the rows of data.eval_path are read."""
+    """True if only the rows of data.eval_path are read."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
@@ -160,7 +160,7 @@ class RowTask(Task):
         raise NotImplementedError
 
     def _held_out_rows(self) -> Iterator[Row] | None:
-        """None where held-out prompts have no source of their own."""
+        """Return the held-out rows; None if held-out prompts have no source of their own."""
         raise NotImplementedError
 
     def _load(self) -> dict[Split, list[Prompt]]:
@@ -176,7 +176,7 @@ class RowTask(Task):
         return {"train": fresh, "eval": evaluation}
 
     def _check_asks_nothing(self, rows: str, others: str) -> None:
-        """Errors: UserError for what is done to prompts, where no row has one to do it to. others: rows that have."""
+        """Raise UserError if a setting of prompts is set but no row has a prompt. others: what rows with prompts have."""
         for key, given, plain in (
             ("chat", self.data.chat, "false"),
             ("template", self.data.template != DataConfig().template, "'{prompt}'"),
@@ -188,9 +188,9 @@ class RowTask(Task):
                 )
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
-        """Prompts of the rows. Errors: UserError naming `source`, a key and a file, where none can be used."""
+        """Return the prompts of rows. Errors: UserError naming `source`, a key and a file if no row can be used."""
         prompts, columns, skipped, where, first = [], set(), 0, "", ""
-        missing: dict[str, str] = {}  # columns that rows lack, and their keys in the config
+        missing: dict[str, str] = {}  # columns that rows lack, and their config keys
         for where, row, problem in rows:
             if row is not None:
                 try:
@@ -229,12 +229,12 @@ class RowTask(Task):
         return prompts
 
     def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        """The row as data.prepare gives it back; None where it leaves it out. A subclass may raise ValueError."""
+        """Return the row after data.prepare, or None to drop it. A subclass may raise ValueError."""
         if self.prepare is None:
             return row
         try:
             prepared = self.prepare(row)
-        except Exception as error:  # of the user's function
+        except Exception as error:  # from the user's function
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(f"config: data.prepare: {self.data.prepare} fails on {where}: {reason}") from None
         if prepared is not None and not isinstance(prepared, dict):
@@ -242,7 +242,7 @@ class RowTask(Task):
         return prepared
 
     def _needed(self, row: dict[str, Any]) -> list[str]:
-        """The config's keys of the columns that the row has to have. Errors: ValueError saying what is wrong with it."""
+        """Return the config keys of the columns that the row needs. Errors: ValueError with the problem."""
         if not self.demonstrations:
             return ["prompt_key", "answer_key"] if self.parts else ["prompt_key"]
         if has_tokens(row, self.data.tokens_key):
@@ -260,7 +260,7 @@ class RowTask(Task):
         return ["prompt_key", "response_key"]
 
     def _is_text(self, row: dict[str, Any]) -> bool:
-        """True if there is a text alone to learn. A data set has all columns in each row, so a response may be None."""
+        """Return True if the row is a text to learn. A data set has all columns in each row, so a response may be None."""
         text, response = (get(row, key) for key in (self.data.text_key, self.data.response_key))
         alone = self.demonstrations and self.data.text_key != self.data.prompt_key
         return alone and text is not MISSING and response in (MISSING, None)
@@ -283,7 +283,7 @@ class RowTask(Task):
         if not isinstance(prompt, str | list):
             raise ValueError(f"'{self.data.prompt_key}' is neither text nor a list of messages")
         response = self._demonstration(row, tools) if self.demonstrations else None
-        if isinstance(prompt, list):  # which counts nowhere, whatever weight it has
+        if isinstance(prompt, list):  # messages of a prompt never train, so their weights have no meaning
             messages = [{key: value for key, value in message.items() if key != "weight"} for message in prompt]
             text = messages[-1]["content"]
         else:
@@ -293,7 +293,7 @@ class RowTask(Task):
             answer = None
         elif not self.demonstrations:
             if isinstance(answer, float) and not math.isfinite(answer):
-                raise ValueError(f"'{self.data.answer_key}' is {answer}, no answer")
+                raise ValueError(f"'{self.data.answer_key}' is {answer}, which is not an answer")
             answer = self.verify.expected(row, answer, text)
         return Prompt(where, text, answer, response, messages, tools=tools)
 
@@ -318,7 +318,7 @@ class RowTask(Task):
             raise ValueError(f"'{name}': {error}") from None
 
     def _of_tokens(self, where: str, row: dict[str, Any], recorded: Recorded) -> Prompt:
-        """The same prompt has the same text, by which a data set is split."""
+        """Build a prompt with recorded tokens. Equal prompts get equal texts, because the text decides about the split."""
         prompt = get(row, self.data.prompt_key)
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt if isinstance(prompt, list) else recorded.prompt.tolist())
@@ -328,16 +328,16 @@ class RowTask(Task):
         name = self.data.text_key
         text = get(row, name)
         if not isinstance(text, str):
-            raise ValueError(f"'{name}' is no text")
+            raise ValueError(f"'{name}' is not text")
         if not text.strip():
             raise ValueError(f"'{name}' is empty")
         return Prompt(where, text, document=True)
 
     @staticmethod
     def _value(row: dict[str, Any], key: str, tools: Sequence[Schema] = ()) -> Any:
-        """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none.
+        """Return row[key], with a list parsed as messages of a conversation. Errors: ValueError if it cannot be parsed.
 
-        tools: of the row; where it has some, they are all that may be called.
+        tools: tools of the row. If the row has tools, the conversation may call no others.
         """
         value = get(row, key)
         return messages_of(value, f"'{key}'", tools) if isinstance(value, list) else value
@@ -360,7 +360,7 @@ class RowTask(Task):
 
 
 class FileTask(RowTask):
-    """Rows of data.path, a .jsonl or .parquet file; held-out ones of data.eval_path."""
+    """Rows of data.path, a .jsonl or .parquet file, with held-out rows from data.eval_path."""
 
     def _training_rows(self) -> Iterator[Row]:
         return read_file(self.path)
@@ -370,7 +370,7 @@ class FileTask(RowTask):
 
 
 class HubTask(RowTask):
-    """Rows of a Hugging Face data set; options: subset, split, eval_split."""
+    """Rows of a Hugging Face data set. Options: subset, split, eval_split."""
 
     known_options = (*RowTask.known_options, "subset", "split", "eval_split")
 
@@ -387,9 +387,9 @@ class HubTask(RowTask):
 
 
 def messages_of(value: list[Any], name: str, tools: Sequence[Schema] = ()) -> list[Message]:
-    """The messages of a conversation. Errors: ValueError with the name of a value that is none.
+    """Parse the messages of a conversation. Errors: ValueError with the name of the value.
 
-    tools: where there are some, they are all that may be called.
+    tools: if there are tools, the conversation may call no others.
     """
     try:
         messages = parse_messages(value, schemas=tools)
@@ -398,12 +398,12 @@ def messages_of(value: list[Any], name: str, tools: Sequence[Schema] = ()) -> li
     known = {schema["function"]["name"] for schema in tools}
     called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
     if known and (unknown := [one for one in called if one not in known]):
-        raise ValueError(f"{name} calls '{unknown[0]}', which is none of the row's tools ({', '.join(sorted(known))})")
+        raise ValueError(f"{name} calls '{unknown[0]}', which is not a tool of the row ({', '.join(sorted(known))})")
     return messages
 
 
 def as_text(value: Any, name: str) -> str:
-    """A response that is no list: a text, or as it is written a finite number. Errors: ValueError for another value."""
+    """Return a response that is a text or a finite number, as a text. Errors: ValueError for another value."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
@@ -412,7 +412,7 @@ def as_text(value: Any, name: str) -> str:
 
 
 def check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
-    """Errors: ValueError where something that becomes text has half a surrogate pair, with the row's column that does."""
+    """Raise ValueError, naming the column, if a value that becomes text contains half a surrogate pair."""
     judged = prompt.preference.judged if prompt.preference else ()
     responses = [prompt.response, *(one.response for one in judged)]
     try:
@@ -427,7 +427,7 @@ def check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
 
 
 def get(row: dict[str, Any], key: str) -> Any:
-    """row[key], where 'reward_model.ground_truth' also reaches into nested rows; `MISSING` if there is none."""
+    """Return row[key]; 'reward_model.ground_truth' also looks into nested rows. Return `MISSING` if there is no value."""
     if key in row:
         return row[key]
     head, dot, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""Demonstrations as the tokens that were sampled: the columns of a row that say them, written, read and checked."""
+"""Demonstrations that are recorded as sampled tokens: writing, reading and checking the columns of a row."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ TOKENS = "response_tokens"
 PROMPT, MASK, TOKENIZER = "prompt_tokens", "loss_mask", "tokenizer"
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
 DIGITS = 6
-"""Decimals of a recorded log-prob: an fp32 softmax is no more exact."""
+"""Number of decimals of a recorded log-prob; an fp32 softmax is not more exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """One demonstration of p prompt tokens and m response tokens."""
+    """A demonstration of p prompt tokens and m response tokens."""
 
     prompt: np.ndarray
     """[p] int32."""
     response: np.ndarray
     """[m] int32."""
     loss_mask: np.ndarray
-    """[m] bool: what the policy said; False for what it was answered."""
+    """[m] bool: True for tokens of the policy, False for tokens of observations."""
     tokenizer: str
-    """`models.hf_folder.vocabulary_digest` of the tokenizer whose tokens these are; empty where the row does not say."""
+    """`models.hf_folder.vocabulary_digest` of the tokenizer of these tokens; empty if the row does not have it."""
     teacher_token_ids: np.ndarray | None = None
-    """[m, k] int32, -1: none: the teacher's likeliest tokens in the place of each of the response."""
+    """[m, k] int32: the teacher's most likely tokens at each response token, -1 for none."""
     teacher_log_probs: np.ndarray | None = None
-    """[m, k] float32: theirs, at temperature 1."""
+    """[m, k] float32: log-probs of `teacher_token_ids` at temperature 1."""
 
     def columns(self) -> dict[str, Any]:
-        """The columns of its row, for JSON."""
+        """Return the columns of the demonstration's row, for JSON."""
         found = {
             PROMPT: self.prompt.tolist(),
             TOKENS: self.response.tolist(),
@@ -47,12 +47,12 @@ class Recorded:
 
 
 def has_tokens(row: Mapping[str, Any], key: str | None) -> bool:
-    """True if a row brings tokens: a list in the column `key` (a number, say a length, is none)."""
+    """Return True if a row has tokens: a list in the column `key`. A number, for example a length, does not count."""
     return key is not None and isinstance(row.get(key), list)
 
 
 def read_recorded(row: Mapping[str, Any], key: str) -> Recorded:
-    """The demonstration of a row that has tokens. Errors: ValueError saying what is wrong with it."""
+    """Read the demonstration of a row with tokens. Errors: ValueError with the problem."""
     response, prompt = _array(row, key, np.int32, 1), _array(row, PROMPT, np.int32, 1)
     if not len(response) or not len(prompt):
         raise ValueError(f"'{PROMPT if len(response) else key}' is empty")
@@ -76,9 +76,9 @@ def _array(row: Mapping[str, Any], name: str, dtype: type[np.generic], dimension
     except KeyError:
         raise ValueError(f"it has tokens and no '{name}'") from None
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"'{name}' is no table of numbers") from None
-    if not np.isfinite(found).all():  # numpy takes null for NaN
-        raise ValueError(f"'{name}' is no table of numbers")
+        raise ValueError(f"'{name}' is not a table of numbers") from None
+    if not np.isfinite(found).all():  # numpy converts null to NaN
+        raise ValueError(f"'{name}' is not a table of numbers")
     if found.ndim != dimensions and found.size:
-        raise ValueError(f"'{name}' has {found.ndim} dimensions, and not {dimensions}")
+        raise ValueError(f"'{name}' has {found.ndim} dimensions, not {dimensions}")
     return found

@@ -1,4 +1,4 @@
-"""The endless order in which prompts are asked: seeded, shuffled anew in each epoch, the same on every rank."""
+"""Endless stream of training prompts. The order is seeded, differs in each epoch, and is the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Prompts that are named in the log when they are skipped; there may be thousands."""
+"""Number of skipped prompts that the log names; there may be thousands."""
 
 
 class Form(Protocol):
-    """How prompts, demonstrations and preferences become tokens: the rollout program (`rollout.program`)."""
+    """Converter of prompts, demonstrations and preferences to tokens: the rollout program (`rollout.program`)."""
 
     def encode(self, prompt: Prompt) -> Prompt:
-        """The prompt with its tokens."""
+        """Return the prompt with its tokens."""
         ...
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Tokens:
-        """A demonstration for an encoded prompt."""
+        """Return a demonstration for an encoded prompt."""
         ...
 
     def document(self, text: str) -> Tokens:
-        """A text to learn whole."""
+        """Return a text as a sequence to learn as a whole."""
         ...
 
     def check_tokens(self, prompt: Prompt) -> None:
-        """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
+        """Raise UserError if the prompt's recorded demonstration has tokens of another tokenizer."""
         ...
 
     def check_tools(self, prompt: Prompt) -> None:
-        """Errors: UserError where a prompt to ask tells of a tool that nobody answers."""
+        """Raise UserError if a prompt shows a tool that the run does not have."""
         ...
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
-        """The judged responses to an encoded prompt."""
+        """Return the scored responses to an encoded prompt."""
         ...
 
 
 def check_forms(
     prompts: Sequence[Prompt], form: Form, learned: Callable[[Prompt, random.Random], object] | None = None
 ) -> None:
-    """Look at one prompt of each form of conversation, and at what is learned from it; told before a model is built.
+    """Check one prompt of each form of conversation, and its demonstration or comparison, before a model is built.
 
-    learned: form.demonstration or form.comparison; None where responses are sampled. Errors: UserError naming the first that
-    the chat template or the program does not take.
+    learned: form.demonstration or form.comparison; None if the run samples responses. Errors: UserError naming the first prompt
+    that the chat template or the program does not accept.
     """
     seen: set[Any] = set()
-    for prompt in prompts if isinstance(prompts, list) else ():  # a procedural task makes its prompts one by one
+    for prompt in prompts if isinstance(prompts, list) else ():  # a procedural task generates prompts one by one
         if learned is None:
             form.check_tools(prompt)
         shape = _shape(prompt)
@@ -71,7 +71,7 @@ def check_forms(
 
 
 def _shape(prompt: Prompt) -> Any:
-    """The form that a template looks at: which messages follow which, with their fields."""
+    """Return the features of a prompt that a chat template may depend on: successive pairs of messages, with their fields."""
     judged = prompt.preference.judged if prompt.preference else ()
     shapes = []
     for messages in (prompt.messages, prompt.response, *(one.response for one in judged)):
@@ -81,9 +81,9 @@ def _shape(prompt: Prompt) -> Any:
 
 
 def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_tokens: int) -> list[Prompt]:
-    """Tokenized held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
+    """Tokenize held-out prompts, and drop those that leave no room for max_new_tokens. The log counts them in one line.
 
-    Errors: UserError where there are some, and none fits.
+    Errors: UserError if there are prompts, but none fits.
     """
     encoded = [form.encode(prompt) for prompt in prompts]
     short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
@@ -99,16 +99,16 @@ def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_
 
 
 def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_length: int) -> list[Tokens]:
-    """Token sequences to learn from a prompt: a demonstration, or pieces of a text of at most context_length."""
+    """Return token sequences to learn from a prompt: a demonstration, or pieces of a text of at most context_length."""
     if prompt.document:
         return form.document(prompt.text).cut(context_length)
     return [form.demonstration(prompt if prompt.recorded else form.encode(prompt), rng)]
 
 
 def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
-    """Demonstrations of held-out prompts, the same at every call, and pieces of texts; the log counts too long ones.
+    """Return the demonstrations of held-out prompts, the same in every call, and pieces of texts. The log counts too long ones.
 
-    Errors: UserError where there are some, and none fits.
+    Errors: UserError if there are demonstrations, but none fits.
     """
     found = [
         one
@@ -128,9 +128,9 @@ def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_lengt
 
 
 def held_out_comparisons(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Comparison]:
-    """Comparisons of held-out prompts, the same at every call; the log counts those that cannot be used.
+    """Return the comparisons of held-out prompts, the same in every call. The log counts comparisons that cannot be used.
 
-    Errors: UserError where there are some, and none can be used.
+    Errors: UserError if there are comparisons, but none can be used.
     """
     found = [form.comparison(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
     problems = {one.prompt_id: problem for one in found if (problem := one.problem(context_length))}
@@ -146,16 +146,16 @@ def held_out_comparisons(prompts: Sequence[Prompt], form: Form, context_length: 
 def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:
     return UserError(
         f"data: none of the {count} {what} leaves room for rollout.max_new_tokens {max_new_tokens} in"
-        f" rollout.context_length {context_length}: raise the latter"
+        f" rollout.context_length {context_length}: raise rollout.context_length"
     )
 
 
 class PromptStream:
-    """Training prompts of a task, tokenized, without end.
+    """Endless stream of a task's training prompts, tokenized.
 
-    Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
-    max_new_tokens, a demonstration that is too long, or a comparison that cannot be used, is skipped: counted in `skipped`, and
-    the first few are logged. The pieces of a text come one after the other. Errors: UserError where nothing of an epoch fits.
+    The order in epoch e depends only on (seed, e). The stream skips prompts without room for max_new_tokens, too long
+    demonstrations, and comparisons that cannot be used. It counts them in `skipped` and logs the first few. The pieces of a
+    text come one after the other. Errors: UserError if nothing in an epoch fits.
     """
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
@@ -168,35 +168,35 @@ class PromptStream:
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.skipped: set[str] = set()
-        """Ids of the prompts that were too long so far."""
+        """Ids of the prompts that were skipped so far."""
         self._given = 0
-        """Pieces that have been given of the text at which the stream stands."""
+        """Number of pieces of the current text that were returned."""
         self._rest: list[Any] = []
-        """Its other pieces, where the stream has come to it."""
+        """Remaining pieces of the current text, if it has been encoded."""
         self._unwanted: Callable[[Prompt], bool] = lambda prompt: False
         self._start_epoch(0)
 
     def leave_out(self, unwanted: Callable[[Prompt], bool]) -> None:
-        """Skip the prompts that an evaluation set (eval.sets) has. Errors: UserError where there are no others."""
+        """Skip the prompts that an evaluation set (eval.sets) has. Errors: UserError if there are no other prompts."""
         if isinstance(self.prompts, list) and all(map(unwanted, self.prompts)):
             raise UserError(
-                f"config: eval.sets has all {len(self.prompts)} training prompts of task '{self.task.name}', and none is left"
+                f"config: eval.sets has all {len(self.prompts)} training prompts of task '{self.task.name}', so none is left"
                 " to learn from; give other data, or leave the set out"
             )
         self._unwanted = unwanted
 
     def check_room(self) -> None:
-        """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
+        """Raise UserError if no prompt leaves room for max_new_tokens. Called before a server is started."""
         prompts = (self.prompts[index] for index in self._order)
         if not any(self._fits(self.form.encode(prompt)) for prompt in prompts if not self._unwanted(prompt)):
             raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
 
     def check_demonstrations(self, *, taught: bool) -> None:
-        """Look at demonstrations that came as tokens; told before a model is built.
+        """Check recorded demonstrations before a model is built.
 
-        taught: all have to be such, with what a teacher said of them. Errors: UserError naming the first that will not do.
+        taught: every demonstration needs tokens and the log-probs of a teacher. Errors: UserError naming the first invalid one.
         """
-        # A procedural task makes its prompts one by one, which takes seconds, and of texts.
+        # A procedural task has no recorded demonstrations, and generating all of its prompts would take seconds.
         for prompt in self.prompts if taught or isinstance(self.prompts, list) else ():
             if taught and (prompt.recorded is None or prompt.recorded.teacher_token_ids is None):
                 raise UserError(
@@ -215,7 +215,7 @@ class PromptStream:
         random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
 
     def next(self, count: int) -> list[Prompt]:
-        """The next `count` prompts that fit."""
+        """Return the next `count` prompts that fit."""
 
         def examine(prompt: Prompt) -> tuple[list[Prompt], str]:
             prompt = self.form.encode(prompt)
@@ -228,12 +228,12 @@ class PromptStream:
         return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
 
     def next_demonstrations(self, count: int, rng: random.Random) -> list[Tokens]:
-        """The next `count` demonstrations that fit into context_length, or pieces of texts."""
+        """Return the next `count` demonstrations (or pieces of texts) that fit into context_length."""
 
         def examine(prompt: Prompt) -> tuple[list[Tokens], str]:
             found = demonstrations(prompt, self.form, rng, self.context_length)
             if not found:
-                return [], f"data: text {prompt.prompt_id} skipped: it has no token that another one predicts"
+                return [], f"data: text {prompt.prompt_id} skipped: it needs at least two tokens"
             total = len(found[0].tokens)
             problem = (
                 f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {found[0].prompt_length}"
@@ -244,7 +244,7 @@ class PromptStream:
         return self._take(count, examine, "demonstrations fits into")
 
     def next_comparisons(self, count: int, rng: random.Random) -> list[Comparison]:
-        """The next `count` comparisons of which every response fits into context_length."""
+        """Return the next `count` comparisons whose responses all fit into context_length."""
 
         def examine(prompt: Prompt) -> tuple[list[Comparison], str]:
             comparison = self.form.comparison(self.form.encode(prompt), rng)
@@ -254,7 +254,7 @@ class PromptStream:
         return self._take(count, examine, "comparisons has different responses that fit into")
 
     def _take[T](self, count: int, examine: Callable[[Prompt], tuple[list[T], str]], wanted: str) -> list[T]:
-        """The next `count` items without a problem. examine: prompt -> (its items, why it is skipped or '')."""
+        """Return the next `count` items without a problem. examine: prompt -> (its items, reason to skip it or '')."""
         chosen: list[T] = []
         while len(chosen) < count:
             if self.position == len(self._order):
@@ -282,11 +282,11 @@ class PromptStream:
                 if len(self.skipped) <= SHOWN:
                     log.warning(problem)
                 if len(self.skipped) == SHOWN:
-                    log.warning("data: what is skipped from here on is counted in data/skipped_prompts, and not named")
+                    log.warning("data: further skipped prompts are not named, but counted in data/skipped_prompts")
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """The place at which the stream stands, for a checkpoint."""
+        """Return the position of the stream, for a checkpoint."""
         return {
             "seed": self.seed,
             "size": len(self.prompts),
@@ -298,7 +298,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Errors: UserError where data or seed differ from then."""
+        """Continue exactly at `state`. Errors: UserError if data or seed have changed since then."""
         for key, now in (("seed", self.seed), ("size", len(self.prompts))):
             if state[key] != now:
                 raise UserError(

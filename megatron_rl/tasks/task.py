@@ -1,4 +1,4 @@
-"""Tasks: prompts, the rewards of responses to them, and optionally demonstrations and preferences."""
+"""Tasks: prompts, rewards of responses, and optionally demonstrations and preferences."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 HELD_OUT_SHARE = 0.1
 Parts = dict[str, float]
-"""Named parts of a reward."""
+"""{name of a reward part: value}."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, with what its verifier needs to know."""
+    """A prompt with the data that its verifier needs."""
 
     prompt_id: str
-    """Unique in its data set and stable over runs: `number_sorting:17`, `train.jsonl:3`."""
+    """Id that is unique in the data set and stable over runs, for example `number_sorting:17` or `train.jsonl:3`."""
     text: str
-    """The prompt as it is given to the model; of a conversation, its last message."""
+    """Text of the prompt for the model; the last message of a conversation."""
     answer: Any = None
     response: str | list[dict[str, Any]] | None = None
-    """A demonstration that came with the prompt: text, or the messages of a conversation."""
+    """Demonstration that comes with the prompt: a text, or the messages of a conversation."""
     messages: list[dict[str, Any]] | None = None
-    """A conversation; the tokenizer's chat template is applied to it."""
+    """Messages of a conversation, which the tokenizer's chat template renders."""
     metadata: dict[str, Any] = field(default_factory=dict)
     preference: Preference | None = None
-    """Responses that came with the prompt, and what was said of them."""
+    """Responses that come with the prompt, with their scores."""
     document: bool = False
-    """The text is no prompt: all of it is learned from."""
+    """True if the text is not a prompt, but a document to learn as a whole."""
     recorded: Recorded | None = field(default=None, compare=False)
-    """A demonstration that came as tokens: it is learned as it is, and the texts are for readers."""
+    """Demonstration that comes as tokens. These tokens are trained on; the texts are only for readers."""
     tokens: list[int] = field(default_factory=list)
-    """Filled by `encode`."""
+    """Tokens of the prompt, set by `encode`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Schemas of the tools that the prompt tells of, where it brings its own."""
+    """Schemas of the tools that the prompt shows, if it brings its own tools."""
 
     @property
     def identity(self) -> str:
-        """Equal for equal prompts alone: the text, where that is all that is asked, or the conversation with its tools."""
+        """Key that only equal prompts share: the text if nothing else is asked, else the conversation with its tools."""
         if not self.tools and self.messages in (None, [{"role": "user", "content": self.text}]):
             return self.text
         asked = self.messages if self.messages is not None else self.text
         return json.dumps([asked, self.tools], sort_keys=True, default=repr)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-        """A copy with tokens, special tokens included as the tokenizer wants them in front of a response.
+        """Return a copy with tokens, with the special tokens that the tokenizer puts before a response.
 
-        Errors: UserError naming the prompt, for what the tokenizer or its chat template does not take, or not as it is.
+        Errors: UserError naming the prompt, if the tokenizer or its chat template does not accept it or changes it.
         """
         what = f"data: prompt {self.prompt_id}"
         try:
@@ -78,7 +78,7 @@ class Prompt:
         if self.messages is None:
             if self.tools:
                 raise UserError(
-                    f"{what} is a text, which cannot tell of its tools; set data.chat: true, rollout.program: agent, or"
+                    f"{what} is a text, which cannot show its tools; set data.chat: true, rollout.program: agent, or"
                     " data.tools_key: null to leave them out"
                 )
             return replace(self, tokens=list(tokenizer.encode(self.text)))
@@ -92,74 +92,72 @@ class Prompt:
 
 
 class Task:
-    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` or `comparison` where these are wanted."""
+    """Base class of all tasks. A subclass implements `prompts` and `score`, and optionally `demonstration` or `comparison`."""
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
     """Names of the reward parts that `score` returns."""
     main_parts: tuple[str, ...] = ("correct",)
-    """Parts that count with weight 1.0 unless the config says otherwise; the others count 0."""
+    """Parts that have weight 1.0 unless the config sets another weight; all others have weight 0."""
     verifier: str | None = None
-    """Name of the verifier, where it is the task's own; data.verifier may repeat it."""
+    """Name of the verifier, if the task has its own; data.verifier may only repeat it."""
     later_parts: tuple[str, ...] = ()
-    """The parts that are scored once the response is there, by reward models or by its length
-    (`rollout.later_rewards`).
-    """
+    """Parts that are scored after the response is complete, by reward models or from its length (`rollout.later_rewards`)."""
     program: str | None = None
-    """The only rollout program with which it works, where there is one."""
+    """The only rollout program that works with the task; None if several do."""
     weights: dict[str, float]
-    """part -> weight, set by `build_task` from data.rewards."""
+    """{part: weight}, set by `build_task` from data.rewards."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
-        """demonstrations: the prompts are for SFT. Errors: UserError for what is missing or does not fit."""
+        """demonstrations: True if the prompts are for SFT. Errors: UserError for missing data or settings that do not fit."""
         self.data, self.demonstrations = data, demonstrations
         self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split (not tokenized); train and eval share none (`Prompt.identity`). May be lazy."""
+        """Return the prompts of a split (not tokenized), possibly lazy. Train and eval share no prompt (`Prompt.identity`)."""
         raise NotImplementedError
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says.
+        """Return the reward parts of texts[i] as a response to prompts[i]. It never raises because of a text's content.
 
-        truncated[i]: the response was cut off at the longest that was allowed. Empty: none was.
+        truncated[i]: True if the response was cut off at the length limit. Empty: no response was cut off.
         """
         raise NotImplementedError
 
     def rewards(self, prompt: Prompt, response_text: str) -> Parts:
-        """Reward parts of one response."""
+        """Return the reward parts of one response."""
         return self.score([prompt], [response_text])[0]
 
     def extract(self, text: str) -> str:
-        """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
+        """Return the answer in a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
         return text.strip()
 
     def tools(self) -> Sequence[Tool]:
-        """Tools that the task brings along, beside those of agent.tools."""
+        """Return tools of the task, in addition to agent.tools."""
         return ()
 
     def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
-        """The environment of a conversation about the prompt, under rollout.program: agent. By default the tools."""
+        """Return the environment of a conversation about the prompt, for rollout.program: agent. Default: the tools."""
         return Environment(toolbox)
 
     def agent(self) -> Callable[[Prompt, str], Any] | None:
-        """An agent that the task brings along, for rollout.program: openai_agent where agent.function is not set."""
+        """Return the task's own agent, for rollout.program: openai_agent without agent.function; None if it has none."""
         return None
 
     async def open(self) -> None:
-        """Begin what the task's agent needs, once, in the event loop in which it is called. Errors: ToolLost."""
+        """Start what the task's agent needs. Called once, in the event loop of the agent. Errors: ToolLost."""
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:
-        """A response to learn from in SFT, or the messages of a conversation in OpenAI's form (assistant, tool).
+        """Return a response to learn from in SFT: a text, or messages in OpenAI's form (assistant, tool).
 
-        Errors: UserError where the task has none.
+        Errors: UserError if the task has no demonstrations.
         """
         if prompt.response is None:
             raise UserError(f"data.task '{self.name}' has no demonstrations, so it cannot be used for SFT")
         return prompt.response
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Preference:
-        """Responses to compare, to learn from preferences. Errors: UserError where the task has none."""
+        """Return responses to compare, for preference training. Errors: UserError if the task has no preferences."""
         if prompt.preference is None:
             raise UserError(
                 f"data.task '{self.name}' has no preferences, so it cannot be used for reward models or DPO"
@@ -171,14 +169,14 @@ class Task:
 
 
 def check_options(data: DataConfig, known: Iterable[str]) -> None:
-    """Errors: UserError for a key of data.options that the task does not know."""
+    """Raise UserError for a key of data.options that the task does not know."""
     for name in data.options:
         if name not in known:
             raise UserError(f"config: unknown key 'data.options.{name}' of task '{data.task}'{nearest(name, known)}")
 
 
 def read_options[T](data: DataConfig, kind: type[T]) -> T:
-    """data.options as the fields of a pydantic dataclass. Errors: UserError naming the key."""
+    """Read data.options as the fields of a pydantic dataclass. Errors: UserError naming the key."""
     check_options(data, [field.name for field in dataclasses.fields(kind)])  # pyright: ignore[reportArgumentType]
     try:
         return TypeAdapter(kind).validate_python(data.options)
@@ -189,7 +187,7 @@ def read_options[T](data: DataConfig, kind: type[T]) -> T:
 
 
 def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
-    """Map part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
+    """Return {part: weight} for all parts of the task. Errors: UserError for a part that the task does not have."""
     for part in rewards:
         if part not in task.parts:
             raise UserError(
@@ -199,18 +197,18 @@ def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
 
 
 def combine(parts: Parts, weights: dict[str, float]) -> float:
-    """The reward: weighted sum of the parts."""
+    """Return the reward: the weighted sum of the parts."""
     return sum(weights[name] * value for name, value in parts.items())
 
 
 def is_held_out(identity: str, share: float) -> bool:
-    """True for a prompt of the held-out split: its hash alone decides, so that equal prompts never part."""
+    """Return True for a prompt of the held-out split. Only its hash decides, so equal prompts are in the same split."""
     digest = hashlib.blake2b(identity.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def split_by_hash(prompts: Iterable[Prompt]) -> dict[Split, list[Prompt]]:
-    """One in ten prompts held out, by the hash of its identity. Errors: UserError where none is left to train on."""
+    """Hold out one in ten prompts, by the hash of its identity. Errors: UserError if no training prompt is left."""
     split: dict[Split, list[Prompt]] = {"train": [], "eval": []}
     for prompt in prompts:
         split["eval" if is_held_out(prompt.identity, HELD_OUT_SHARE) else "train"].append(prompt)

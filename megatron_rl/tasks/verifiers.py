@@ -1,6 +1,6 @@
-"""Verifiers: how right is a response? Each gives named parts in [0, 1].
+"""Verifiers, which score how right a response is. Each verifier returns named parts in [0, 1].
 
-`correct` is the verdict; `answered` is 1 where an answer could be read out of the response at all.
+`correct` is the verdict. `answered` is 1 if an answer could be extracted from the response.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def exact(text: str, answer: Any) -> Parts:
-    """1 if the extracted answer equals the expected one, apart from white space around them."""
+    """Return 1 if the extracted answer equals the expected answer, except for white space around them."""
     found = extract_answer(text)
     return {"correct": float(found != "" and found == str(answer).strip())}
 
 
 def number_list(text: str, answer: Sequence[float] | str) -> Parts:
-    """1 if the response is the expected list of numbers, with nothing around it but separators.
+    """Return 1 if the response is exactly the expected list of numbers, with any separators.
 
     answer: the numbers, or a text like '3 6 12 15'.
     """
@@ -48,9 +48,9 @@ def number_list(text: str, answer: Sequence[float] | str) -> Parts:
 
 
 def zigzag(text: str, question: str) -> Parts:
-    """1 if the response has the question's numbers, all of them once, going up and down in turn.
+    """Return 1 if the response has each number of the question once, alternately rising and falling.
 
-    question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
+    question: `<6 15 3 12:` to begin with a rise, `>6 15 3 12:` to begin with a fall.
     """
     found = read_numbers(text)
     right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]) or [])
@@ -60,29 +60,29 @@ def zigzag(text: str, question: str) -> Parts:
 
 
 def read_numbers(text: str) -> list[Decimal] | None:
-    """The numbers of a text that is nothing but numbers and separators, exactly, or None."""
+    """Return the exact numbers of a text that has only numbers and separators; None for another text."""
     words = [word for word in re.split(r"[\s,;\[\]()]+", text) if word]
     return [Decimal(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
 
 
 def unjudged(text: str, answer: Any) -> Parts:
-    """No parts: for prompts without answers, whose responses reward models judge."""
+    """Return no parts, for prompts without answers whose responses are scored by reward models."""
     del text, answer
     return {}
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A function(response, answer, ...) -> parts, and how it is called."""
+    """A scoring function (response, answer, ...) -> parts, with its settings."""
 
     function: Callable[..., Any]
     parts: tuple[str, ...] = ("correct", "answered")
     pooled: tuple[str, ...] | None = None
-    """Modules that its worker processes import first; None: it is quick on any text, and needs no worker."""
+    """Modules that worker processes import first. None: the function is quick for any text and runs without workers."""
     extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
-    """The answer inside a response, for maj@n and distinct@n."""
+    """Function that extracts the answer from a response, for maj@n and distinct@n."""
     expected: Callable[[dict[str, Any], Any, str], Any] | None = None
-    """(row, answer, prompt) -> the answer as the function takes it. Errors: ValueError saying why the row cannot be used."""
+    """(row, answer, prompt) -> the answer as the function takes it. Errors: ValueError if the row cannot be used."""
 
 
 VERIFIERS = {
@@ -96,14 +96,14 @@ VERIFIERS = {
     "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated", "timeout_s")
-"""Arguments that a verifier gets besides response and answer, where it has a parameter of that name. One that takes timeout_s
-keeps to it itself."""
+"""Arguments that a verifier gets besides response and answer, if it has parameters of these names. A verifier that takes
+timeout_s keeps this limit itself."""
 GRACE_S = 30.0
-"""Seconds behind such a verifier's own limit, after which its worker is ended."""
+"""Seconds after the limit of such a verifier until its worker is killed."""
 
 
 class PooledCalls:
-    """Calls of a scoring function in worker processes; one that fails scores 0 in all parts and is counted."""
+    """Calls of a scoring function in worker processes. A call that fails scores 0 in all parts and is counted."""
 
     def __init__(self, target: str, parts: tuple[str, ...], *, timeout_s: float, imports: Sequence[str] = ()):
         self.parts = parts
@@ -114,9 +114,9 @@ class PooledCalls:
     def score(
         self, prompts: Sequence[Prompt], calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None
     ) -> list[Parts]:
-        """Parts of each call; prompts[i] names call i in the log.
+        """Return the parts of each call; prompts[i] names call i in the log.
 
-        Errors: UserError for results that are no parts, and where the workers cannot work.
+        Errors: UserError for results that are not parts, and if the workers cannot run.
         """
         return [
             self._failed(prompt, result) if isinstance(result, Failure) else self._checked(prompt, result)
@@ -133,8 +133,8 @@ class PooledCalls:
             ) from None
         if set(parts) != set(self.parts):
             raise UserError(
-                f"data.verifier: {self.pool.target} gives the parts {', '.join(parts)}, expected were"
-                f" {', '.join(self.parts)}: give each its weight in data.rewards (0 for one that is only logged)"
+                f"data.verifier: {self.pool.target} gives the parts {', '.join(parts)}, but expected were"
+                f" {', '.join(self.parts)}: give each part a weight in data.rewards (0 for a part that is only logged)"
             )
         if not all(map(math.isfinite, parts.values())):
             return self._failed(prompt, Failure(f"its score is {result!r:.80}"))
@@ -150,22 +150,22 @@ class PooledCalls:
         return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         self.pool.close()
 
 
 class RowVerifier:
-    """The verifier that data.verifier names, for prompts with an answer (`none`: without one).
+    """The verifier that data.verifier names, for prompts with an answer (`none`: without an answer).
 
-    The user's own is a function score(response, answer, ...) -> number or numbers by name, with `prompt` (its text) and
-    `truncated` where it has parameters of these names. It has the parts that data.rewards names, or `correct` alone, and runs
-    in worker processes with a hard limit for each call.
+    A user's own verifier is a function score(response, answer, ...) that returns a number, or numbers by name. It also gets
+    `prompt` (the text) and `truncated` if it has such parameters. Its parts are the parts in data.rewards, or only `correct`.
+    It runs in worker processes with a hard time limit for each call.
     """
 
     def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float, alone: bool = False):
-        """weighted: the parts that data.rewards names. alone: each call of the user's own is in a process that only computes.
+        """weighted: parts in data.rewards. alone: run each call of a user's own verifier in a process that can only compute.
 
-        Errors: UserError where there is no such function, and for `alone` where it cannot be.
+        Errors: UserError if the function does not exist, or if `alone` is set but not possible.
         """
         found = resolve("verifier", name, VERIFIERS, "data.verifier")
         if not isinstance(found, Verifier):
@@ -187,7 +187,7 @@ class RowVerifier:
             self.pooled = PooledCalls(target, self.parts, timeout_s=limit_s, imports=found.pooled)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Parts of texts[i] as a response to prompts[i]."""
+        """Return the parts of texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
         calls = [(*self._before, text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
         own = {"timeout_s": self._timeout_s}
@@ -198,13 +198,13 @@ class RowVerifier:
         return [self._function(*call, **more) for call, more in zip(calls, keywords, strict=True)]
 
     def close(self) -> None:
-        """End the workers, where there are some."""
+        """End the worker processes, if there are any."""
         if self.pooled:
             self.pooled.close()
 
 
 def judge_alone(name: str, limit_s: float, text: str, answer: Any, /, **extras: Any) -> Mapping[str, float]:
-    """A verifier of the user's, in a process of its own that can only compute. A worker calls it.
+    """Run a user's verifier in an isolated process that can only compute. Called by a worker.
 
     Errors: TimeoutError; Unscored.
     """
@@ -218,7 +218,7 @@ def judge_alone(name: str, limit_s: float, text: str, answer: Any, /, **extras: 
 
 
 def _extras(function: Callable, name: str) -> list[str]:
-    """Names in `_EXTRAS` that the function takes. Errors: UserError where it does not take (response, answer)."""
+    """Return the names in `_EXTRAS` that the function takes. Errors: UserError if it does not take (response, answer)."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C

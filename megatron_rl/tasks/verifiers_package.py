@@ -1,8 +1,8 @@
-"""Environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers): data.task: verifiers:NAME.
+"""Task for environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers), verifiers:NAME.
 
-The package pins other versions of what the trainer pins, so it lives in an environment of its own
-(tools/setup.sh --verifiers), where a worker process plays the episodes (verifiers_worker.py). The policy is reached
-through the recording endpoint, so trajectories are exact to the token.
+The package pins other versions of dependencies than the trainer, so it lives in its own Python environment
+(tools/setup.sh --verifiers). A worker process there plays the episodes (verifiers_worker.py). It reaches the policy through
+the recording endpoint, so trajectories have the exact tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verifiers/bin/python"
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 START_TIMEOUT_S = 300.0
-"""Longest wait for a worker to load an environment, with its data."""
+"""Longest time in seconds for a worker to load an environment with its data."""
 END_TIMEOUT_S = 8.0
-"""Longest wait for it to end by itself; shorter than the event loop's own for what is left in it."""
+"""Longest time in seconds for a worker to end by itself; shorter than the event loop's own limit for remaining tasks."""
 MOST_BYTES = 2**24
-"""Size limit of one answer of the worker."""
+"""Largest size of one answer of the worker, in bytes."""
 
 
 class Worker:
-    """The process that plays episodes, started at the first one, and anew after it has died; it ends with its event loop."""
+    """The process that plays episodes. It starts at the first episode, restarts after a crash, and ends with its event loop."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -49,7 +49,7 @@ class Worker:
         self._requests = 0
 
     async def play(self, request: dict[str, Any]) -> float:
-        """The reward of an episode. Errors: ToolLost where it could not be played to its end."""
+        """Play an episode and return its reward. Errors: ToolLost if it could not be played to its end."""
         await self.start()
         self._requests += 1
         number = self._requests
@@ -71,7 +71,7 @@ class Worker:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def start(self) -> None:
-        """Start the process where there is none. Errors: ToolLost."""
+        """Start the process if it does not run. Errors: ToolLost."""
         self._starting = self._starting or asyncio.Lock()
         async with self._starting:
             if self._reading is None or self._reading.done():
@@ -85,7 +85,7 @@ class Worker:
             stdout=subprocess.PIPE,
             limit=MOST_BYTES,
             env=_environment(Path(self._command[0]).parent),
-            start_new_session=True,  # a Ctrl-C is ours: it ends when we say so
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the worker
         )
         ready = self._waiting[None] = loop.create_future()
         self._reading = asyncio.create_task(self._read(self._process))
@@ -101,7 +101,7 @@ class Worker:
             raise ToolLost(f"the worker of verifiers: {found['error']}")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Give answers to who waits for them, until the process ends; then all of them learn that it has."""
+        """Give answers to their waiting callers until the process ends; then report its end to all waiting callers."""
         assert process.stdout is not None
         problem = ""
         try:
@@ -110,7 +110,7 @@ class Worker:
                 future = self._waiting.get(message["id"])
                 if future is not None and not future.done():
                     future.set_result(message)
-        except ValueError as error:  # a line that is too long, or no JSON
+        except ValueError as error:  # a line that is too long, or not JSON
             problem = f": {error}"
         finally:
             await self._end(process)
@@ -121,7 +121,7 @@ class Worker:
 
     @staticmethod
     async def _end(process: asyncio.subprocess.Process) -> None:
-        """Let it end the programs that it has started, which it does when its input ends; kill it where it does not."""
+        """Close the input of the process, which then ends the programs that it started. Kill it if it does not end."""
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
@@ -133,17 +133,17 @@ class Worker:
 
 
 def _environment(programs: Path) -> dict[str, str]:
-    """Variables of a worker's: with uv, and without the secret by which the run's processes know each other."""
+    """Return the environment variables of a worker: with uv, and without the key that the run's processes share."""
     ours = {name: value for name, value in os.environ.items() if name != RUN_KEY}
     return ours | {"PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}"}
 
 
 class VerifiersPackage(Task):
-    """Tasks, agent and rewards of an environment of `verifiers`; the policy is behind the recording endpoint.
+    """Tasks, agent and rewards of an environment of `verifiers`. The policy is behind the recording endpoint.
 
-    data.options: `environment` (its config, as in the package's own files, but for taskset.id, which data.task names),
-    `limit` (tasks that are taken), `python` (of the environment that has the package), `network` (whether episodes have one
-    beside the way to the policy, as judges need), `isolated` (false plays them with all rights of this user).
+    data.options: `environment` (its config as in the package's own files, without taskset.id, which data.task names); `limit`
+    (largest number of tasks); `python` (interpreter of the environment with the package); `network` (True gives episodes a
+    network besides the policy, as judges need); `isolated` (False plays episodes with all rights of this user).
     """
 
     parts = ("reward",)
@@ -157,7 +157,7 @@ class VerifiersPackage(Task):
         name = data.task.partition(":")[2]
         if not name:
             raise UserError(
-                "config: data.task: verifiers:NAME wants the name of a task set, as in verifiers:my-environment"
+                "config: data.task: verifiers:NAME needs the name of a task set, as in verifiers:my-environment"
             )
         python = Path(data.options.get("python", PYTHON))
         if not python.exists():
@@ -171,7 +171,7 @@ class VerifiersPackage(Task):
         for key, value in settings.items():
             if not isinstance(value, bool):
                 raise UserError(f"config: data.options.{key} = {value!r} is neither true nor false")
-        # -P: a module beside the worker has the name of the package
+        # -P keeps the worker's folder out of sys.path, because a module there has the name of the package.
         command = [str(python), "-P", str(WORKER)]
         self._worker = Worker([*command, "serve", limit, config, json.dumps(settings)])
         self._split = split_by_hash(self._load([*command, "prompts", limit, config]))
@@ -210,12 +210,12 @@ class VerifiersPackage(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Scores of episodes that the environment did not score, since a limit of the run ended them."""
+        """Score episodes that a limit of the run ended, which the environment did not score."""
         return [{"reward": 0.0} for _ in prompts]
 
 
 def environment_config(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The config of an environment: what is given, on this machine and with a plain chat loop unless it says otherwise."""
+    """Return the config of an environment: the given config, by default on this machine and with a plain chat loop."""
     config = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
     if "id" not in given and "agent" not in given:
         config["agent"] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}

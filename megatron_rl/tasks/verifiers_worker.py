@@ -1,15 +1,14 @@
-"""Runs environments of the `verifiers` package, in the Python that has it; nothing of megatron_rl is imported here.
+"""Worker that plays environments of the `verifiers` package, in the Python with this package. It does not import megatron_rl.
 
     python verifiers_worker.py prompts LIMIT CONFIG            one line of JSON for each task
     python verifiers_worker.py serve LIMIT CONFIG SETTINGS     requests on standard input, answers on standard output
 
-CONFIG: an environment's config of `verifiers.v1` as JSON. SETTINGS: {"isolated", "network"}. A request {"id", "task",
-"base_url", "model"} is answered by {"id", "reward"} or {"id", "error"}; {"id"} alone gives it up. It ends when its standard
-input does, so never outlives who started it.
+CONFIG is an environment's config of `verifiers.v1` as JSON. SETTINGS is {"isolated", "network"}. A request {"id", "task",
+"base_url", "model"} gets the answer {"id", "reward"} or {"id", "error"}; a request {"id"} alone cancels the episode. The worker
+ends when its standard input does, so it never outlives its parent.
 
-Each episode is played and judged in a fork, so what it changes ends with it. Isolated, the fork has no privileges, writes into
-a folder of its own alone (Landlock, where the kernel has it), sees no other processes, and has no network but a way to the
-policy.
+Each episode is played and judged in a fork, so its changes end with it. If isolated, the fork has no privileges, can write only
+to its own folder (with Landlock, if the kernel has it), sees no other processes, and has no network except for the policy.
 """
 
 # pyright: reportMissingImports=false
@@ -39,19 +38,19 @@ if TYPE_CHECKING:
     import verifiers.v1 as vf
 
 END_S = 5.0
-"""Longest wait for an episode that was given up to end what it has started."""
+"""Longest time in seconds for a canceled episode to end what it started."""
 MOST_BYTES = 4096
-"""Most bytes of an episode's answer."""
+"""Largest size of an episode's answer, in bytes."""
 _PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 24, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _WRITES = {1: sum(1 << bit for bit in (1, *range(4, 13))), 2: 1 << 13, 3: _TRUNCATE}
-"""Rights to write, by the version of Landlock that knows them: files and folders, names across folders, shorter files."""
+"""Rights to write, by the version of Landlock that knows them: files and folders; moves between folders; truncation."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def chat_message(message: Any) -> dict[str, str]:
-    """{"role", "content"} of a message of verifiers'."""
+    """Return {"role", "content"} of a message of the package."""
     found = message.model_dump(mode="json")
     content = found["content"]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content or [])
@@ -59,7 +58,7 @@ def chat_message(message: Any) -> dict[str, str]:
 
 
 def prompt(data: vf.TaskData) -> dict[str, Any]:
-    """The prompt of a task: its text, and the messages with which a conversation begins."""
+    """Return the prompt of a task: its text, and the messages at the beginning of the conversation."""
     asked = data.prompt
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*map(chat_message, asked or ())]
     if data.system_prompt:
@@ -69,7 +68,7 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
 
 @dataclass
 class Settings:
-    """How episodes are played."""
+    """Settings of how episodes are played."""
 
     isolated: bool = True
     network: bool = False
@@ -79,9 +78,9 @@ class Settings:
 
 
 def isolate(folder: str, network: bool) -> None:
-    """Leave this process, and what it starts, a folder to write into, and no other rights. It cannot be undone.
+    """Take all rights from this process and its children, except for writing to a folder. It cannot be undone.
 
-    Its next child is the first process of a namespace, with which all others in it end. Errors: OSError.
+    Its next child is the first process of a namespace; when it ends, all processes of the namespace end. Errors: OSError.
     """
     user, group = os.geteuid(), os.getegid()
     flags = os.CLONE_NEWPID | os.CLONE_NEWIPC | (0 if network else os.CLONE_NEWNET)
@@ -101,7 +100,7 @@ def isolate(folder: str, network: bool) -> None:
 
 
 def _write_into(folder: str) -> None:
-    """Landlock, where the kernel has it: nothing is written but into the folder, and to devices that keep nothing."""
+    """Restrict writes with Landlock, if the kernel has it, to the folder and to devices that store nothing."""
     version = LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
     rights = sum(bits for since, bits in _WRITES.items() if since <= version)
     if not rights:
@@ -142,7 +141,7 @@ async def _join(opened: Any, reader: asyncio.StreamReader, writer: asyncio.Strea
 
 
 def start_relay(path: str, host: str, port: int) -> int:
-    """A process that passes on, to the policy, what comes to a local socket: all that episodes without a network reach."""
+    """Start a process that forwards a local socket to the policy. Episodes without a network can reach only this socket."""
 
     async def relay() -> None:
         opened = lambda: asyncio.open_connection(host, port)  # noqa: E731
@@ -168,8 +167,8 @@ def start_relay(path: str, host: str, port: int) -> int:
 
 
 async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
-    """The reward of one episode. Errors: RuntimeError where it did not run to its end."""
-    import verifiers.v1 as vf  # where it is called: the trainer has no such package
+    """Play one episode and return its reward. Errors: RuntimeError if the episode did not run to its end."""
+    import verifiers.v1 as vf  # imported here, because the trainer's Python does not have the package
 
     client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var="OF_NO_MEANING_HERE")
     context = vf.ModelContext(model=request["model"], client=client)
@@ -182,7 +181,7 @@ async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
 
 
 async def _episode(env: vf.Env, task: vf.Task, request: dict[str, Any], relay: str) -> float:
-    """Play it with servers of its own; SIGTERM gives it up, and ends them."""
+    """Play an episode with its own servers. SIGTERM cancels it and ends the servers."""
     playing = asyncio.current_task()
     assert playing is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
@@ -205,7 +204,7 @@ def _work_in(folder: str) -> None:
 
 
 def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
-    """Never returns. It writes the answer to `told`, and ends with status 0."""
+    """Do the work, write the answer to `told`, and end with status 0. Never returns."""
     status = 1
     try:
         LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
@@ -216,7 +215,7 @@ def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
         if settings.isolated:
             isolate(folder, settings.network)
             inner = os.fork()
-            if inner:  # this process passes on signals and the status
+            if inner:  # this process forwards signals and the exit status
                 signal.signal(signal.SIGTERM, lambda *_: os.kill(inner, signal.SIGTERM))
                 status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
                 os._exit(status if status >= 0 else 128 - status)
@@ -228,7 +227,7 @@ def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
 
 
 def _end_of(pid: int) -> int:
-    """The exit status of a process that has told all it had to tell; it is killed where it goes on."""
+    """Return the exit status of a process that has sent its answer. The process is killed if it does not end within 1 s."""
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -241,7 +240,7 @@ def _end_of(pid: int) -> int:
 
 @dataclass
 class Episode:
-    """A fork that plays one."""
+    """A fork that plays one episode."""
 
     number: int
     pid: int
@@ -249,12 +248,12 @@ class Episode:
     folder: str
     heard: bytes = b""
     given_up: float = 0.0
-    """When it is killed; 0 where it goes on."""
+    """Time at which the episode is killed; 0 if it was not canceled."""
 
 
 @dataclass
 class Episodes:
-    """All that are played, each in its fork."""
+    """All episodes that are being played, each in its fork."""
 
     env: Any
     tasks: list[Any]
@@ -269,12 +268,12 @@ class Episodes:
         self._relaying = 0
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Tell the trainer."""
+        """Send an answer to the trainer."""
         self.answers.write(json.dumps(message) + "\n")
         self.answers.flush()
 
     def fork(self, work: Any, number: int) -> Episode:
-        """Do something in a process of its own."""
+        """Run `work` in a process of its own."""
         folder = tempfile.mkdtemp(dir=self.base)
         hear, told = os.pipe()
         pid = os.fork()
@@ -287,7 +286,7 @@ class Episodes:
         return episode
 
     def begin(self, request: dict[str, Any]) -> None:
-        """Play what is asked for."""
+        """Play the requested episode."""
         if self.settings.isolated and not self.settings.network and not self.relay:
             address = urlsplit(request["base_url"])
             self.relay = f"{self.base}/policy"
@@ -302,14 +301,14 @@ class Episodes:
         self.playing[request["id"]] = self.fork(work, request["id"])
 
     def give_up(self, number: int) -> None:
-        """Let an episode end what it has started; it is killed where it does not."""
+        """Cancel an episode, so that it can end what it started. It is killed if it does not end."""
         episode = self.playing.get(number)
         if episode and not episode.given_up:
             episode.given_up = time.monotonic() + END_S
             os.kill(episode.pid, signal.SIGTERM)
 
     def hear(self, episode: Episode) -> bool:
-        """Read what it says; at its end pass that on. Returns whether it has ended."""
+        """Read the output of an episode, and pass on its answer at the end. Return True if the episode has ended."""
         part = os.read(episode.told, MOST_BYTES)
         episode.heard += part
         if part and len(episode.heard) <= MOST_BYTES:
@@ -328,7 +327,7 @@ class Episodes:
         return True
 
     def wait(self, also: int | None = None) -> bool:
-        """Hear episodes until `also` can be read. Returns whether it can; False where nothing is played any more."""
+        """Read episodes until `also` can be read. Return True if it can, and False if no episode is being played."""
         while True:
             now = time.monotonic()
             for episode in [*self.playing.values()]:
@@ -344,7 +343,7 @@ class Episodes:
                 return False
 
     def serve(self) -> None:
-        """Answer requests until there are no more, each as it comes."""
+        """Handle requests as they come, until there are no more."""
         self.ready.register(0, selectors.EVENT_READ)
         waiting = b""
         while self.wait(0) and (part := os.read(0, 65536)):
@@ -355,7 +354,7 @@ class Episodes:
         self.ready.unregister(0)
 
     def close(self) -> None:
-        """End all that is played, and remove its folders."""
+        """End all episodes and remove their folders."""
         for number in [*self.playing]:
             self.give_up(number)
         self.wait()
@@ -365,7 +364,7 @@ class Episodes:
 
 
 async def prepare(env: vf.Env) -> None:
-    """Do once what each episode would do again: start and end its servers, install the clients of its agents."""
+    """Do work once that each episode would repeat: start and end the servers, install the clients of the agents."""
     from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
 
     async with env.serving():
@@ -380,7 +379,7 @@ async def prepare(env: vf.Env) -> None:
 
 
 def problem_of(episodes: Episodes) -> str:
-    """Why episodes cannot be isolated on this machine; ''."""
+    """Return the reason why episodes cannot be isolated on this machine, or ''."""
     said: list[dict[str, Any]] = []
     episodes.answer = said.append  # type: ignore[method-assign]
     try:
@@ -392,17 +391,17 @@ def problem_of(episodes: Episodes) -> str:
     if "error" not in said[0]:
         return ""
     return (
-        "episodes cannot be isolated here (user namespaces are forbidden?); data.options.isolated: false plays them as this"
-        " user"
+        "episodes cannot be isolated here (user namespaces are forbidden?); data.options.isolated: false plays them with all"
+        " rights of this user"
     )
 
 
 def main(kind: str, limit: str, config: str, settings: str = "{}") -> None:
-    """See the module."""
+    """Run the command; see the top of this file."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is not an answer
+    os.dup2(2, 1)  # output that packages print must not mix with the answers
     env = load_environment(resolve_env_config(json.loads(config)))
     tasks = list(itertools.islice(env.taskset, int(limit)))
     if kind == "serve":

@@ -1,4 +1,4 @@
-"""VerifyIF: prompts whose instructions a program verifies (arXiv:2507.02833), in one turn or in several as in Multi-IF."""
+"""Task VerifyIF: prompts with instructions that a program verifies (arXiv:2507.02833), in one turn or several (Multi-IF)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from megatron_rl.tools.toolbox import Toolbox
 
 TURNS = "further_turns"
-"""Column and key of metadata: (text, instructions) of the turns after the first."""
+"""Column, and key of metadata, with (text, instructions) of the turns after the first."""
 
 
 class VerifyIF(PublicSet):
-    """Rows of IFEval, IFBench, IF_multi_constraints_upto5 or Multi-IF; generated ones have the form of the first or the last.
+    """Rows of IFEval, IFBench, IF_multi_constraints_upto5 or Multi-IF. Generated rows have the form of IFEval or Multi-IF.
 
-    options: turns, of generated rows; skip_unscorable, to leave out rows that cannot be checked on this machine.
+    options: turns (of generated rows); skip_unscorable (True skips rows that cannot be checked on this machine).
     """
 
     verifier = "instructions"
@@ -36,7 +36,7 @@ class VerifyIF(PublicSet):
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         self.turns, self.skip = data.options.get("turns", 1), bool(data.options.get("skip_unscorable", False))
         if not isinstance(self.turns, int) or self.turns < 1:
-            raise UserError(f"config: data.options.turns = {self.turns!r} is no number of turns")
+            raise UserError(f"config: data.options.turns = {self.turns!r} is not a positive number of turns")
         super().__init__(data, demonstrations)
         self.main_parts = ("correct", "content")
         if any(prompt.metadata for prompts in self._split.values() for prompt in prompts):
@@ -68,7 +68,7 @@ class VerifyIF(PublicSet):
         return replace(found, metadata={TURNS: turns[1:]} if turns[1:] else {})
 
     def _check(self, where: str, instructions: list[Instruction]) -> None:
-        """Errors: UserError for what cannot be checked on this machine; ValueError where such rows are left out."""
+        """Raise UserError for an instruction that cannot be checked here, or ValueError if such rows are skipped."""
         from megatron_rl.verifiers.instruction_checkers import build, lacking
 
         try:
@@ -104,19 +104,19 @@ class VerifyIF(PublicSet):
 
 
 def _turn(row: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
-    """The user's text in a turn of Multi-IF, and all instructions that hold in it. Errors: ValueError."""
+    """Return the user's text in a turn of Multi-IF, and all instructions that apply in the turn. Errors: ValueError."""
     message = read(row[f"turn_{number}_prompt"])
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise ValueError(f"turn_{number}_prompt is no message")
+        raise ValueError(f"turn_{number}_prompt is not a message")
     names = ("instruction_id_list", "kwargs")
     return message["content"], {name: row.get(f"turn_{number}_{name}") for name in names}
 
 
 @dataclass
 class FurtherTurns(Environment):
-    """Each turn brings a further instruction, and the earlier ones still hold; the reward is the mean over the turns.
+    """A conversation in which each turn adds an instruction, and earlier ones still apply. The reward is the mean over turns.
 
-    A turn that the conversation does not come to counts 0.
+    A turn that the conversation does not reach counts as 0.
     """
 
     task: VerifyIF = None  # type: ignore[assignment]  # the fields of Environment have defaults
@@ -190,12 +190,12 @@ DRAWN: dict[str, Callable[[random.Random], Arguments]] = {
     "count:conjunctions": lambda rng: {"small_n": rng.randint(2, 4)},
     "count:numbers": lambda rng: {"N": rng.randint(1, 3)},
 }
-"""Instructions that are generated, with their arguments: they can be checked anywhere, and but for CONFLICTS be followed at
-once."""
+"""Instructions for generated rows, with functions that draw their arguments. They can be checked on any machine, and except for
+CONFLICTS they can be followed together."""
 
 
 def draw(rng: random.Random, most: int) -> list[tuple[str, Arguments, str]]:
-    """Up to `most` instructions that do not conflict, with their arguments and in words."""
+    """Draw up to `most` instructions that do not conflict, as (name, arguments, text)."""
     from megatron_rl.verifiers.instruction_checkers import CONFLICTS, build
 
     found: list[tuple[str, Arguments, str]] = []

@@ -1,7 +1,7 @@
-"""Programs that a model writes, judged by tests as HumanEval, MBPP and APPS publish them: the verifier `code`.
+"""Verifier `code`: programs by a model are tested with tests in the forms of HumanEval, MBPP and APPS.
 
-The program runs in one container, the tests in another. Plain values go between them, so a program can neither read what is
-expected of it nor say that it has passed.
+The program runs in one container and the tests in another. Only plain values go between them. So a program can neither read
+the expected results nor claim that it has passed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_rl.verifiers.stated_answer import behind_thinking
 
 _PYTHON = re.compile(r"(?:(?:lang(?:uage)?-)?[ic]?py(?:thon)?[-\d.]*|[\w./-]+\.py)?", re.IGNORECASE)
 _BLOCKS = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"])
-"""Blocks alone: nothing within lines is looked at."""
+"""Parser of blocks only; text within lines is not parsed."""
 _LOOSE = re.compile(r"(?<!`)(```+)[^\n`]*\n(.*?)(?:\1|\Z)|(?<!~)(~~~+)[^\n~]*\n(.*?)(?:\3|\Z)", re.DOTALL)
-"""Fences that stand within a line, or close in one, as behind a tag or in front of one."""
+"""Fences that begin or end within a line, for example after or before a tag."""
 _BEGINS = re.compile(r"from [\w.]+ import |import \w|(?:async )?def \w+\(|class \w|@\w")
 MOST_BLOCKS = 32
-"""Blocks of a response that are looked at, the last ones."""
+"""Largest number of blocks of a response that are tried, from the end."""
 MOST_DEPTH = 3
-"""Blocks within blocks, as a whole document in a fence of its own."""
+"""Largest depth of blocks within blocks, for example a whole document in a fence."""
 MEMORY_MB = 512
 
 log = logging.getLogger(__name__)
@@ -47,24 +47,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of a program: Python source, or inputs with the outputs that are expected."""
+    """Tests of a program: Python source, or inputs with the expected outputs."""
 
     source: str | None = None
     entry: str | None = None
-    """The function that a `check(candidate)` in the source is called with."""
+    """Name of the function that is the argument of `check(candidate)` in the source."""
     names: list[str] = field(default_factory=list)
-    """Names that the source, or the cases, take from the program. There are none where a program is run as a script."""
+    """Names that the source or the cases use from the program; empty if the program runs as a script."""
     cases: list[list[Any]] = field(default_factory=list)
-    """[input, output] each: texts, or with a name a list of arguments and the result."""
+    """[input, output] pairs: texts, or, if there is a name, a list of arguments and the result."""
 
 
 def blocks_of(response: str) -> list[str]:
-    """The blocks of code in a response that are Python or do not say what they are, fenced or indented."""
+    """Return the blocks of code in a response, fenced or indented, that are Python or do not name a language."""
     return [code for code, is_python in _blocks(response) if is_python]
 
 
 def _blocks(text: str, depth: int = MOST_DEPTH) -> list[tuple[str, bool]]:
-    """All blocks of a text, and whether each is Python as far as it says; of one that is no Python the blocks in it."""
+    """Return all blocks of a text, each with True if it may be Python. Inner blocks replace a block that is not Python."""
     found = []
     for token in _BLOCKS.parse(text):
         if token.type not in ("fence", "code_block"):
@@ -79,16 +79,18 @@ def _blocks(text: str, depth: int = MOST_DEPTH) -> list[tuple[str, bool]]:
 
 
 def last_block(response: str) -> str:
-    """The last block of code in a response, or all of it: to compare programs, without reading them."""
+    """Return the last block of code in a response, or the whole response, to compare programs without parsing them."""
     text = behind_thinking(response)
     return (blocks_of(text)[-1:] or [text])[0].strip()
 
 
 def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> str:
-    """The program in a response: the last block that defines all names, or one, or reads input, or does something.
+    """Return the program in a response: the last block that defines all names.
 
-    Imports and helpers of the prompt's code come before it, and blocks of the response that define what it lacks. A body
-    alone is put behind the prompt's code. Without a block all of the text is the program, or what in it is code.
+    The next choices are the last block that defines some name, that reads input, that does something, and any block.
+
+    Imports and helpers from the prompt's code come before it, and also other blocks of the response that define missing names.
+    A function body alone is put behind the prompt's code. Without a block, the program is the whole text, or the code in it.
     """
     text = behind_thinking(response).lstrip("\ufeff\u200b")
     blocks = _blocks(text)
@@ -131,7 +133,7 @@ def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> st
 
 
 def _with_the_others(program: str, tree: ast.Module, blocks: Sequence[str]) -> str:
-    """A program behind those blocks of its response that define or import what it lacks."""
+    """Put the blocks of the response that define or import missing names before a program."""
     others = [(code, read) for code in reversed(blocks) if code not in program and (read := _read(code)) is not None]
 
     def gives(other: ast.Module) -> bool:
@@ -155,7 +157,7 @@ def _free(tree: ast.Module) -> set[str]:
 
 
 def _typed_in(code: str) -> str:
-    """The lines that were typed in where a block shows a session of an interpreter; else the block."""
+    """Return the input lines of an interpreter session; other blocks are returned unchanged."""
     if not code.lstrip().startswith(">>>"):
         return code
     try:
@@ -171,15 +173,15 @@ def _reads_input(tree: ast.Module) -> bool:
 
 def _read(code: str) -> ast.Module | None:
     try:
-        with warnings.catch_warnings(action="ignore"):  # a policy's code would fill the run's console with them
-            compile(code, "program.py", "exec", dont_inherit=True)  # which also refuses a return that is in no function
+        with warnings.catch_warnings(action="ignore"):  # warnings about a policy's code would fill the console
+            compile(code, "program.py", "exec", dont_inherit=True)  # also rejects a return outside of a function
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Names that a program has when it has run: of functions with a body, classes, methods of a Solution, variables."""
+    """Return the names that a program defines: functions with a body, classes, methods of a Solution, variables."""
     found: set[str] = set()
     waiting: list[ast.AST] = [*tree.body]
     while waiting:
@@ -198,7 +200,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def _is_nothing(line: ast.stmt) -> bool:
-    """Tell whether it is a line of a function that is yet to be written: pass, dots, a docstring."""
+    """Return True for a line of a function without implementation: pass, dots, a docstring."""
     return isinstance(line, ast.Pass) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
 
 
@@ -208,13 +210,13 @@ def _does_something(tree: ast.Module) -> bool:
 
 
 def read_tests(answer: Any, prompt: str = "") -> Tests:
-    """The tests of a row, in a form of the public sets.
+    """Parse the tests of a row, in a form of the public sets.
 
     answer: source with asserts, a check(candidate), test functions or unittest classes (HumanEval); a list of asserts (MBPP);
-    {inputs, outputs} and perhaps fn_name (APPS), also as JSON; a list of {input, output}; {test, entry_point} or {test_list,
+    {inputs, outputs} and optionally fn_name (APPS), also as JSON; a list of {input, output}; {test, entry_point} or {test_list,
     test_imports, test_setup_code}.
 
-    Errors: ValueError where there is nothing in it that could fail, or something that no program could pass.
+    Errors: ValueError if no program could fail the tests, or none could pass.
     """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         with suppress(ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
@@ -232,7 +234,7 @@ def read_tests(answer: Any, prompt: str = "") -> Tests:
 
 
 def _loaded(text: str) -> Any:
-    """Lists and dictionaries of JSON, or as Python writes them. Errors: as `ast.literal_eval`."""
+    """Parse lists and dictionaries from JSON, or from Python's notation. Errors: as `ast.literal_eval`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -240,7 +242,7 @@ def _loaded(text: str) -> Any:
 
 
 def tests_of_row(row: Mapping[str, Any], answer: Any, prompt: str) -> Tests:
-    """The tests in a row's answer, with its columns entry_point, test_setup_code and test_imports. Errors: as `read_tests`."""
+    """Parse the tests of an answer with the columns entry_point, test_setup_code, test_imports. Errors: as `read_tests`."""
     entry = re.sub(r"^Solution\(\)\.", "", str(row.get("entry_point") or ""))
     before = [_text(row[name]) for name in ("test_imports", "test_setup_code") if row.get(name)]
     if not before and not entry:
@@ -262,19 +264,19 @@ def _cases(answer: Mapping[str, Any]) -> Tests:
     inputs, outputs = (answer.get(f"{key}s", answer.get(key)) for key in ("input", "output"))
     name = answer.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise ValueError("tests are inputs and outputs of the same number, one at least")
+        raise ValueError("tests need equally many inputs and outputs, at least one each")
     pairs = list(zip(inputs, outputs, strict=True))
     if name:
         if not str(name).isidentifier():
-            raise ValueError(f"the cases call {name!r:.60}, which is no name of a function")
-        if all(isinstance(text, str) for pair in pairs for text in pair):  # of JSON, an argument in each line
+            raise ValueError(f"the cases call {name!r:.60}, which is not a name of a function")
+        if all(isinstance(text, str) for pair in pairs for text in pair):  # JSON, with an argument in each line
             try:
                 inputs = [[json.loads(line) for line in given.splitlines() if line.strip()] for given in inputs]
                 pairs = [*zip(inputs, map(json.loads, outputs), strict=True)]
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"the inputs or outputs of {name} are no JSON ({error})") from None
+                raise ValueError(f"the inputs or outputs of {name} are not JSON ({error})") from None
         if not all(isinstance(given, list) for given in inputs):
-            raise ValueError(f"the inputs of {name} are no lists of arguments")
+            raise ValueError(f"the inputs of {name} are not lists of arguments")
         return Tests(cases=[[*pair] for pair in pairs], names=[str(name)])
     if any(value is None for pair in pairs for value in pair):
         raise ValueError("an input or an output is missing")
@@ -288,7 +290,7 @@ def _source(text: str, prompt: str, entry: str | None) -> Tests:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tests are no Python ({error})") from None
+        raise ValueError(f"the tests are not Python ({error})") from None
     nodes = [*ast.walk(tree)]
     called = {_called(node) for node in nodes if isinstance(node, ast.Call)}
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -299,25 +301,25 @@ def _source(text: str, prompt: str, entry: str | None) -> Tests:
         raise ValueError("the tests have no assert that is run, so any program would pass")
     for name, node in functions.items():
         if name.startswith("test") and len(node.args.args) > len(node.args.defaults):
-            raise ValueError(f"the test {name} wants arguments, which pytest would give")
+            raise ValueError(f"the test {name} needs arguments, which only pytest would give")
     for name in sorted(_imported(nodes)):
         if name not in sys.stdlib_module_names and not (name == "numpy" and _of_numpy(nodes) <= _STAND_IN):
             raise ValueError(f"the tests import {name}, which the container does not have")
     free = loaded - _bound(nodes)
-    # A module that the tests forgot to import is not the program's to give: its isclose would find everything close.
+    # A module that the tests forgot to import is imported here. If the program provided it, its isclose could accept anything.
     modules = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = (modules & free) - called
     if foreign := sorted(modules & _LIBRARIES):
         raise ValueError(f"the tests use {foreign[0]}, which the container does not have")
     modules &= sys.stdlib_module_names
-    # Nor is a helper that the prompt gives, as HumanEval's `poly`.
+    # The same holds for a helper that the prompt gives, as HumanEval's `poly`.
     helpers = _preamble(prompt) if defined(ast.parse(_preamble(prompt))) & free else ""
     free -= modules | (defined(ast.parse(helpers)) if helpers else set())
     if "check" in functions and "check" not in called:
         entry = entry or next(reversed(_functions(prompt)), None)
         if entry is None:
             raise ValueError(
-                "the tests define check(candidate), and the prompt has no function that would be the candidate"
+                "the tests define check(candidate), but the prompt has no function that could be the candidate"
             )
     else:
         entry = None
@@ -332,11 +334,11 @@ def _source(text: str, prompt: str, entry: str | None) -> Tests:
 
 
 _LIBRARIES = frozenset({"np", "numpy", "pd", "pandas", "plt", "pytest", "scipy", "sklearn", "sympy", "tf", "torch"})
-"""Names that tests use without importing them; the container has the standard library alone."""
+"""Names of libraries that tests use without importing them. The container has only the standard library."""
 
 
 _STAND_IN = frozenset({"allclose", "float32", "float64", "ndarray"})
-"""Names of numpy that the container has for the tests of HumanEval+ and MBPP+, which compare numbers with it."""
+"""Names of numpy that the container provides, because the tests of HumanEval+ and MBPP+ compare numbers with them."""
 
 
 def _of_numpy(nodes: Sequence[ast.AST]) -> set[str]:
@@ -374,7 +376,7 @@ def _bound(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _in_prose(text: str) -> str:
-    """The lines from the first that begins code to the last that is indented."""
+    """Return the lines from the first one that begins code to the last one that is indented."""
     lines = text.splitlines(keepends=True)
     begin = next((i for i, line in enumerate(lines) if _BEGINS.match(line)), len(lines))
     end = next((i for i in reversed(range(begin, len(lines))) if lines[i][:1] in " \t" and lines[i].strip()), begin)
@@ -383,7 +385,7 @@ def _in_prose(text: str) -> str:
 
 @lru_cache(256)
 def _code_of(prompt: str) -> str:
-    """The code of a prompt that has functions: all of it, the last such block, or what stands in prose; or ''."""
+    """Return the code of a prompt that has functions: the whole prompt, its last such block, or code in prose; or ''."""
     for code in (prompt, *reversed(blocks_of(prompt)[-MOST_BLOCKS:]), _in_prose(prompt)):
         tree = _read(code)
         if tree is not None and any(isinstance(node, ast.FunctionDef) for node in tree.body):
@@ -392,13 +394,13 @@ def _code_of(prompt: str) -> str:
 
 
 def _functions(prompt: str) -> list[str]:
-    """Functions that the code of a prompt defines, in their order; else those that it names, as methods without a body."""
+    """Return the functions that a prompt's code defines, in order, else those that it names, as methods without a body."""
     found = [node.name for node in ast.parse(_code_of(prompt)).body if isinstance(node, ast.FunctionDef)]
     return found or [name for name in re.findall(r"^\s*def (\w+)\(", prompt, re.MULTILINE) if name[:2] != "__"]
 
 
 def _preamble(prompt: str) -> str:
-    """The code of a prompt without its last function, which is what a program has to define: imports and helpers."""
+    """Return the code of a prompt without its last function, which the program has to define: imports and helpers."""
     tree = ast.parse(_code_of(prompt))
     last = next((node for node in reversed(tree.body) if isinstance(node, ast.FunctionDef)), None)
     return "\n".join(ast.unparse(node) for node in tree.body if node is not last)
@@ -415,10 +417,10 @@ def _script(name: str) -> str:
 
 
 def passes_tests(response: str, answer: Any, prompt: str = "", timeout_s: float = 10.0) -> dict[str, float]:
-    """correct: the response's program passes the tests in `answer` (see `read_tests`); answered: there is a program at all.
+    """Return correct (1 if the response's program passes the tests in `answer`) and answered (1 if there is a program).
 
-    Tests that are none pass nothing; a task refuses their rows before. Errors: UserError where the machine cannot contain
-    programs: that is no fault of the response.
+    answer: a form of `read_tests`. Invalid tests pass nothing; a task skips rows with such tests. Errors: UserError if the
+    machine cannot run containers, which is not the fault of the response.
     """
     try:
         tests = answer if isinstance(answer, Tests) else read_tests(answer, prompt)
@@ -432,9 +434,9 @@ def passes_tests(response: str, answer: Any, prompt: str = "", timeout_s: float 
 
 
 def judge(program: str, tests: Tests, timeout_s: float) -> str:
-    """The judge's verdict on a program: passed, or why not; '' where a limit was broken.
+    """Return the verdict on a program: passed, or the reason why not; '' if it exceeded a limit.
 
-    Errors: UserError where the machine cannot contain it.
+    Errors: UserError if the machine cannot run containers.
     """
     limits = {"cpu_s": int(timeout_s) + 1, "memory_mb": MEMORY_MB}
     (asked, ask), (told, tell) = os.pipe(), os.pipe()  # requests, replies
@@ -457,7 +459,7 @@ def judge(program: str, tests: Tests, timeout_s: float) -> str:
             os.close(pipes.pop())
         said = bubblewrap.last_words(containers[1], beside=containers[:1], timeout_s=timeout_s)
         if said.startswith("Gone") and containers[0].was_refused(wait_s=1.0):
-            raise OSError("bubblewrap contains nothing here")
+            raise OSError("bubblewrap cannot run containers here")
         return said
     except (OSError, ImportError) as error:
         raise UserError(f"data.verifier: code: {error}") from None

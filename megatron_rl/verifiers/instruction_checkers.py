@@ -1,6 +1,6 @@
-"""The checkers of the package if-verifiable: IFEval's (arXiv:2311.07911) and IFBench's (arXiv:2507.02833).
+"""Checkers of the package if-verifiable, for IFEval (arXiv:2311.07911) and IFBench (arXiv:2507.02833).
 
-Importing this module imports them, which takes seconds: where a worker imports it first, no call has to wait.
+Importing this module imports the checkers, which takes seconds. A worker imports it first, so that no call has to wait.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as IFEVA
 from megatron_rl.config.registry import nearest
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
-# The package downloads data of NLTK when it is imported, from each process, and waits minutes for a network that is not there.
+# At its import, the package downloads data of NLTK in each process, and waits minutes if there is no network.
 with mock.patch.object(nltk, "download", return_value=False):
     from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
 
-langdetect.DetectorFactory.seed = 0  # or else a short text is now of one language, now of another
+langdetect.DetectorFactory.seed = 0  # without a seed, the language of a short text would vary
 
 CHECKERS: dict[str, type[Any]] = {**IFEVAL, **IFBENCH}
-"""Instruction -> its checker. No name is in both."""
+"""{instruction: checker}. No name occurs in both sets."""
 CONFLICTS: Mapping[str, set[str]] = conflict_make(INSTRUCTION_CONFLICTS)
-"""Instruction of IFEval -> those that cannot be followed beside it."""
+"""{instruction of IFEval: instructions that cannot be followed together with it}."""
 READ: dict[str, Callable[[], Any]] = {
     "punkt_tab": lambda: nltk.word_tokenize("It is. So it is."),
     "averaged_perceptron_tagger_eng": lambda: nltk.pos_tag(["So"]),
     "stopwords": lambda: nltk.corpus.stopwords.words("english"),
 }
-"""Data of NLTK, which no package brings along -> what reads it."""
+"""{data of NLTK: function that reads them}. No package contains these data."""
 NLTK_DATA = {
     "length_constraints:number_sentences": ("punkt_tab",),
     "change_case:capital_word_frequency": ("punkt_tab",),
@@ -45,18 +45,18 @@ NLTK_DATA = {
     "words:start_verb": ("punkt_tab", "averaged_perceptron_tagger_eng"),
     "ratio:stop_words": ("stopwords",),
 }
-"""Instruction -> the data without which its checker follows nothing, whatever a response says."""
+"""{instruction: data of NLTK}. Without the data, the checker rejects every response."""
 
 
 @cache
 def lacking(instruction: str) -> str:
-    """Why an instruction cannot be checked on this machine, or ''."""
+    """Return the reason why an instruction cannot be checked on this machine, or ''."""
     if instruction not in CHECKERS:
         return f"the package if-verifiable has no instruction '{instruction}'{nearest(instruction, CHECKERS)}"
     for name in NLTK_DATA.get(instruction, ()):
         try:
             READ[name]()
-        except Exception as error:  # LookupError where it is not there; NLTK also refuses files that are links
+        except Exception as error:  # LookupError if the data are missing; NLTK also refuses files that are links
             reason = "" if isinstance(error, LookupError) else f" ({' '.join(str(error).split())[:200]})"
             return (
                 f"{instruction} needs NLTK's {name}{reason}: python -m nltk.downloader -d FOLDER {name}, and"
@@ -66,31 +66,32 @@ def lacking(instruction: str) -> str:
 
 
 def build(instruction: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-    """The checker, and the instruction in words.
+    """Return the checker and the text of an instruction.
 
-    Errors: ValueError where an argument is missing, or one that the checker replaces by a random one.
+    Errors: ValueError if an argument is missing, or if the checker replaces an argument by a random one.
     """
     checker = CHECKERS[instruction](instruction)
     try:
         text = str(checker.build_description(**arguments))
-    except Exception as error:  # of the package, about arguments
+    except Exception as error:  # from the package, about arguments
         raise ValueError(f"{instruction}: {' '.join(str(error).split())}") from None
     for name, value in (checker.get_instruction_args() or {}).items():
         given = arguments.get(name)
         if given is None or (isinstance(given, int) and value != given):
-            raise ValueError(f"{instruction}: if-verifiable would draw another '{name}' than {given} at random")
+            raise ValueError(f"{instruction}: if-verifiable would draw '{name}' at random, not use {given}")
     return checker, text
 
 
 _OF_A_LANGUAGE = ("language:", "change_case:english_")
-"""Beginnings of instructions whose checkers take a text for theirs where langdetect finds no language: 12345, say."""
+"""Prefixes of instructions whose checkers accept a text in which langdetect finds no language, for example 12345."""
 
 
 def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """True if a response follows an instruction: strictly, and loosely as IFEval and IFBench have it.
+    """Return whether a response follows an instruction strictly, and loosely as in IFEval and IFBench.
 
-    Loosely is without its first or last line, or its asterisks. A text at which the checker fails follows nothing, nor does one
-    that shows nothing, or, where a language is asked for, has none. What must not be there is found in any width of its signs.
+    The loose check also tries the response without its first line, last line or asterisks. A text follows nothing if the
+    checker fails on it, if nothing in it is visible, or if a language is required and none is found. Forbidden characters are
+    found in any width.
     """
     checker, _ = build(instruction, arguments)
 
@@ -99,7 +100,7 @@ def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tup
             if instruction.startswith(_OF_A_LANGUAGE):
                 langdetect.detect(text)
             return bool(_is_visible(text) and checker.check_following(text))
-        except Exception:  # of checkers that take texts to be well-formed, and of langdetect
+        except Exception:  # from checkers that expect well-formed texts, and from langdetect
             return False
 
     text = behind_thinking(response)
@@ -110,7 +111,7 @@ def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tup
 
 
 def _usual(sign: str) -> str:
-    """A comma of any script as ASCII's, nothing for a sign that does not show (a soft hyphen), others as they are."""
+    """Convert a comma of any script to ASCII, drop characters that are invisible (a soft hyphen), keep others."""
     kind = unicodedata.category(sign)
     if kind == "Po" and "COMMA" in unicodedata.name(sign, ""):
         return ","

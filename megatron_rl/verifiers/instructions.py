@@ -1,4 +1,4 @@
-"""Verifiable instructions (IFEval, arXiv:2311.07911; IFBench, arXiv:2507.02833): the verifier `instructions`."""
+"""Verifiable instructions (IFEval, arXiv:2311.07911; IFBench, arXiv:2507.02833), for the verifier `instructions`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from megatron_rl.errors import UserError
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
 Instruction = tuple[str, dict[str, Any]]
-"""Its name, such as keywords:existence, and its arguments."""
+"""Name of the instruction, for example keywords:existence, and its arguments."""
 PARTS = ("correct", "followed", "correct_loose", "followed_loose", "content")
 WORDS, SHARED = 20, 2
-"""Different words of a response, and of these in the prompt, with which it has all of the part content."""
+"""Numbers of different words in a response, and of words shared with the prompt, at which the part `content` is 1."""
 
 
 def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
-    """correct: all instructions are followed; followed: the share that is; and both as the benchmarks' loose criterion has it.
+    """Return the parts of a response. Called inside a worker.
 
-    content: how much a response says beside the form (`content_of`), which the benchmarks do not look at. answer: in a form of
-    `listed`. It runs inside a worker. Errors: UserError where an instruction cannot be checked here.
+    correct: 1 if all instructions are followed. followed: share of the instructions that are followed. correct_loose and
+    followed_loose: the same by the benchmarks' loose criterion. content: amount of content of a response besides its form
+    (`content_of`), which the benchmarks do not score. answer: in a form of `listed`. Errors: UserError if an instruction
+    cannot be checked on this machine.
     """
     from megatron_rl.verifiers.instruction_checkers import follow, lacking
 
@@ -38,9 +40,9 @@ def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
 
 
 def content_of(response: str, prompt: str) -> float:
-    """How much a response says, from 0 to 1: half of it for its different words, half for those that it shares with the prompt.
+    """Return how much a response says, from 0 to 1: half for its different words, half for words shared with the prompt.
 
-    An empty form has next to none, whatever the form. In scripts without blanks each letter is a word.
+    An empty form scores almost 0, for any form. In scripts without blanks, each letter counts as a word.
     """
     own, asked = (_words(text) for text in (behind_thinking(response), prompt))
     long = {word for word in asked if len(word) > 3}
@@ -58,38 +60,38 @@ def _words(text: str) -> set[str]:
 
 
 def listed(value: Any) -> list[Instruction]:
-    """The instructions that a row names.
+    """Return the instructions in a row.
 
-    value: {instruction_id_list: [...], kwargs: [{...}, ...]} as in IFEval and IFBench, or {instruction_id, kwargs} in a list
-    of one, mostly as text, as in IF_multi_constraints_upto5. Arguments without a value are left out.
+    value: {instruction_id_list: [...], kwargs: [{...}, ...]} as in IFEval and IFBench; or a list with one {instruction_id,
+    kwargs}, usually as text, as in IF_multi_constraints_upto5. Arguments without a value are left out.
 
-    Errors: ValueError saying what is wrong with it.
+    Errors: ValueError with the problem.
     """
     value = read(value)
     if isinstance(value, list) and len(value) == 1:
         value = read(value[0])
     if not isinstance(value, Mapping):
-        raise ValueError("instructions are instruction_id_list and kwargs")
+        raise ValueError("instructions need instruction_id_list and kwargs")
     names = read(value.get("instruction_id_list", value.get("instruction_id")))
     arguments = read(value.get("kwargs"))
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError("instruction_id_list is no list of names")
+        raise ValueError("instruction_id_list is not a list of names")
     if not isinstance(arguments, list) or len(arguments) != len(names):
-        raise ValueError("kwargs is no list with one element for each instruction")
+        raise ValueError("kwargs is not a list with one element for each instruction")
     found = []
     for name, given in zip(names, arguments, strict=True):
         given = read(given) or {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"the kwargs of {name} are no object")
+            raise ValueError(f"the kwargs of {name} are not an object")
         found.append((name, {key: value for key, value in given.items() if value is not None}))
     return found
 
 
 def read(value: Any) -> Any:
-    """Parse a text as JSON or as a Python literal; other values are returned as they are. Errors: ValueError."""
+    """Parse a text as JSON or as a Python literal. Other values are returned unchanged. Errors: ValueError."""
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return parse(value)
-    raise ValueError(f"{value!r:.60} is neither JSON nor a literal of Python's")
+    raise ValueError(f"{value!r:.60} is neither JSON nor a Python literal")

@@ -1,7 +1,7 @@
-"""The verifier `math`: is the final answer of a response the expected one?
+"""Verifier `math`: checks if the final answer of a response is the expected answer.
 
-A number has to be given as a number, an expression as one in which nothing is left to compute, in the form that the question
-asks for, words as they are. What has more to it is no answer.
+A number must be given as a number. An expression must have nothing left to compute and the form that the question asks for.
+Words must be equal. An answer with additional content does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.verifiers.numbers import Number, read_number
 from megatron_rl.verifiers.stated_answer import statements
 
 # -- asked form ----------------------------------------------------------------------------------------------------------
-# The form that a question asks for: an answer of the right value in another one is the question said again.
+# Form that a question asks for. An answer with the right value in another form only repeats the question.
 
 
 _SIMPLE = re.compile(r"simpl|reduc|lowest terms|collect|combine", re.IGNORECASE)
@@ -48,14 +48,14 @@ _DERIVE = re.compile(
 
 
 def squeeze(text: str) -> str:
-    """The text in one notation, to look for an expression in it."""
+    """Return the text in a uniform notation, to search for an expression in it."""
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"\\times|\\cdot", "*", text).replace(r"\div", "/")
     return re.sub(r"\\(?:[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)
 
 
 def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Tell whether a number is written as the prompt asks for, by its words, and is not the one that the prompt has written."""
+    """Return True if a number has the form that the prompt's words ask for, and is not copied from the prompt."""
     prompt = squeeze_spaces(prompt)
     if number.fraction and (_SIMPLE.search(prompt) or _FRACTION.search(prompt)) and not number.reduced:
         return False
@@ -74,14 +74,14 @@ def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
 
 
 def squeeze_spaces(text: str) -> str:
-    """The text with one blank in the place of each run of white space."""
+    """Replace each run of white space by one blank."""
     return re.sub(r"\s+", " ", text)
 
 
 def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str) -> bool:
-    """Tell whether an expression has the form that the prompt asks for, and is not what the prompt has written.
+    """Return True if an expression has the form that the prompt asks for, and is not copied from the prompt.
 
-    expression, gold: as they were parsed, with nothing computed; shown, expected: their texts.
+    expression, gold: parsed expressions without any evaluation. shown, expected: their texts.
     """
     ours, theirs, asked = (squeeze(text) for text in (shown, expected, prompt))
     if len(ours) > 2 and re.search(r"\W", ours.strip("-+()")) and ours in asked and ours != theirs:
@@ -132,7 +132,7 @@ def _has_brackets(node: Any) -> bool:
 
 
 def _is_collected(expression: Any) -> bool:
-    """Tell whether no two terms or factors could be one, and no square is under a root."""
+    """Return True if no two terms or factors can be combined, and no root contains a square."""
     for node in preorder_traversal(expression):
         if isinstance(node, Add):
             parts = [term.doit().as_coeff_Mul()[1] for term in node.args]
@@ -179,31 +179,31 @@ def _size(expression: Any) -> int:
 
 _BASES = {2: "binary", 8: "octal", 16: "hexadecimal"}
 _CHOICE = re.compile(r"(?<![\w+*/^=-])\(?([A-J])(?:\)|[.:](?=\s))|\b(?:[Oo]ption|[Cc]hoice)\s\W?([A-J])\b")
-"""A letter of a multiple choice, as it stands before what it names."""
+"""Letter of a multiple choice, as it stands before its option."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected answer of a row: a number, an expression, or words."""
+    """Expected answer of a row: a number, an expression, or words."""
 
     text: str
     number: Number | None
     expression: Any
     unfinished: bool
     alone: bool
-    """It is no equation, so that of one its last side counts."""
+    """True if it is not an equation. Then the last side of an equation in a response counts."""
     total: Any
-    """The sum of quantities."""
+    """Sum of quantities, or None."""
     name: str
-    """The left side of `x = 5`, or ''."""
+    """Left side of an equation such as `x = 5`, or ''."""
 
 
 def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
-    """correct: the final answer of a response is the expected one; answered: there is one of that kind.
+    """Return correct (1 if the final answer of a response is the expected one) and answered (1 if it has such an answer).
 
-    A response that was cut off has none. Errors: ValueError where nothing is expected.
+    A truncated response has no answer. Errors: ValueError if the expected answer is empty.
     """
-    from megatron_rl.verifiers import math_expressions as expressions  # sympy takes a second to import
+    from megatron_rl.verifiers import math_expressions as expressions  # imported late: importing sympy takes a second
 
     gold = expected(str(answer))
     if truncated:
@@ -252,7 +252,7 @@ def _verdict(correct: bool, answered: bool) -> dict[str, float]:
 
 @lru_cache(4096)
 def expected(answer: str) -> Expected:
-    """The answer that a row states: its last box, or what follows its last ####, or all. Errors: ValueError for nothing."""
+    """Return the answer of a row: its last box, the text after its last ####, or all of it. Errors: ValueError if empty."""
     from megatron_rl.verifiers import math_expressions as expressions
 
     text = clean(answer)
@@ -279,7 +279,7 @@ def expected(answer: str) -> Expected:
 
 
 def _is_of(text: str, name: str) -> bool:
-    """Tell whether the answer `x = 5` has the name that is expected, where both are a letter."""
+    """Return False if an answer such as `x = 5` and the expected answer name two different letters."""
     first = sides(unwrap(text))[:1] or [""]
     return first[0] == name or not (len(first[0]) == len(name) == 1 and first[0].isalpha())
 
@@ -290,18 +290,18 @@ def _exact_part(text: str) -> str:
 
 
 def _is_right_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Tell whether it is the expected number, in the form that the prompt asks for, and nothing that the prompt has said."""
+    """Return True if it is the expected number, in the form that the prompt asks for, and not copied from the prompt."""
     if number.scale and not gold.scale and re.search(r"\b(?:thousand|million|billion|trillion)", prompt):
-        number = replace(number, value=number.value / 10**number.scale)  # 4, asked for in millions
+        number = replace(number, value=number.value / 10**number.scale)  # the prompt asks for 4, in millions
     if number.base == 10 != gold.base and re.search(
         rf"\bbase[\s-]*\$?{gold.base}\b|\b{_BASES.get(gold.base, 'base')}\b", prompt
     ):
-        number = replace(number, base=gold.base)  # 11001, asked for in base 2
+        number = replace(number, base=gold.base)  # the prompt asks for 11001, in base 2
     return numbers.agree(number, gold) and has_form_of_number(number, gold, prompt)
 
 
 def words(text: str) -> str:
-    """A text in one notation, to compare words."""
+    """Return a text in a uniform notation, to compare words."""
     text = re.sub(r"\\(?:text|mathrm|mathbf|mbox)(?:bf|rm|it|normal)?\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", re.sub(r"[\\${}().,;:!?\"'*]", " ", text.casefold()))
     return " ".join(text.split())

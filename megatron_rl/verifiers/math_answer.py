@@ -1,4 +1,4 @@
-"""The final answer of a response to a mathematical question, as text: the formula or number in prose, all of a box."""
+"""Final answer of a response to a mathematical question, as text: a formula or number in prose, or the content of a box."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SIGNS = str.maketrans(
 _RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a", "0123456789-+")
 _BOLD = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__")
 _POWER = re.compile(r"(?<![A-Za-z])([A-Za-z]|(?<=\w)\))\*\*(?=\d{1,2}(?![\d*]))")
-"""Python's: x**2."""
+"""Power in Python's notation, for example x**2."""
 _BLANK = re.compile(r"(?<!\\)\\[,;: ]|(?<!\\)\\q?quad(?![A-Za-z])|(?<![~\\])~(?!~)")
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
-"""GSM8K's annotations."""
+"""Calculations that GSM8K adds to its solutions."""
 _NARROW = re.compile(r"\\!\s*|(?<!\\)\\[,;: ](?=[-\d])|(?<=\d)\s*\{\s*,\s*\}\s*")
-"""Spaces and commas of TeX within numbers."""
+"""TeX spaces and commas within numbers."""
 _WRAPPED = re.compile(
     r"(?:\\(?:text|math|bold)(?:bf|rm|it|normal|symbol|sf)?|\\(?:underline|boxed|fbox))?\s*\{(.*)\}"
     r"|\\(?:(?:display|text)style|bf|rm|large|Large)(?![A-Za-z])\s*(.*)",
@@ -36,17 +36,17 @@ _WORD = re.compile(
     r"(?!(?:squared|cubed|factorial|(?:plus|minus|times|(?:divided|multiplied)\sby)(?=\s[\d$\\(]))\b)"
     r"[A-Za-z]{2,}(?:['\u2019-][A-Za-z]+)*"
 )
-"""A word of prose; these say how much."""
+"""Word of prose, except for words that belong to a number or a formula."""
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z{])(?!(?:and|or)\b)[A-Z]?[a-z]{2,}")
 _IN_TEXT = re.compile(r"\\(?:text|mbox|mathrm)(?:bf|rm|it|normal)?\s*\{([^{}]*)\}")
 _OPERATES = re.compile(
     "[-+*/^=<>!|(){}\\\\_\u00b1\u2213\u2260\u2264\u2265]|^(?![aAI]$)[A-Za-z]$|^(?:squared|cubed|factorial|plus|minus|times)\\b"
 )
-"""Beside a number: an operator, or a letter that is a factor."""
+"""Neighbor of a number in a formula: an operator, or a letter as a factor."""
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
 _APPROXIMATES = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
 _MOST = 2000
-"""Characters of a line that are looked at."""
+"""Largest number of characters of a line that are read."""
 _DENIED = {
     "line": re.compile(
         r"(?:(?i:\b(?:not|never|nor))|n['\u2019]t)\s(?:be\s|equal\s(?:to\s)?)?[-+*$\\({\[]{0,5}(?:\d[\w.,/%]{0,40}|[A-Z])\W*$"
@@ -57,7 +57,8 @@ _DENIED = {
     ),
 }
 _DENIED["hash"] = _DENIED["phrase"]
-"""It is said what the answer is not, or what it lies beside or between: at the end of a line, at the beginning of others."""
+"""Texts that say what the answer is not, or what it lies beside or between: at the end of a line, or at the beginning of other
+statements."""
 _OR, _OR_TO = re.compile(r"\bor\b", re.IGNORECASE), re.compile(r"\b(?:or|to)\b", re.IGNORECASE)
 _ENDS = re.compile(r"\d[^\w\n.;:!?]{0,8}(?:([A-Za-z]\w*)[^\w\n.;:!?]{1,3}){0,2}$")
 _BEGINS = re.compile(r"\W{1,8}(?:[A-Za-z]\w*\W{1,3}){0,2}\d[\d.,/]*\W{0,3}([A-Za-z]\w*)?")
@@ -67,7 +68,7 @@ _EDGES = " \t\n,;:!?*_\"'`\u201c\u201d"
 
 
 def clean(text: str) -> str:
-    """The text with its signs in ASCII, without bold marks and the TeX that is written inside of numbers."""
+    """Convert signs to ASCII, and remove bold marks and the TeX inside of numbers."""
     text = _POWER.sub(r"\1^", _CALCULATION.sub("", text).translate(_SIGNS))
     text = _BOLD.sub("", text)
     if not text.isascii():
@@ -78,7 +79,7 @@ def clean(text: str) -> str:
         text = re.sub(r"\u221a\s?(?:\((\w+)\)|(\w+))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text).replace(
             "\u221e", r"\infty "
         )
-    if "\\begin" not in text:  # where a row of a matrix or an equation ends
+    if "\\begin" not in text:  # in a matrix or an equation, \\ ends a row
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = re.sub(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])", "", re.sub(r"\\[dtc]frac", r"\\frac", text))
     text = re.sub(r"\\(boxed|fbox)[ \t]+([-+]?\w[\w.,/]*)", r"\\\1{\2}", text)
@@ -92,7 +93,7 @@ def clean(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """A text without the dollars, the braces and the font around all of it."""
+    """Remove the dollars, braces and fonts around the whole text."""
     text = text.strip()
     for _ in range(_DEEPEST):
         inner = text
@@ -121,7 +122,7 @@ def _is_closed(text: str) -> bool:
 
 
 def sides(text: str) -> list[str]:
-    """The sides of a chain of equations; of an approximation what it approximates, where that is a number."""
+    """Return the sides of a chain of equations. An approximation adds a side unless the exact part is a number."""
     exact, *rough = _APPROXIMATES.split(text)
     parts = [part.strip() for part in _EQUALS.split(exact) if part.strip()]
     if rough and not (parts and read_number(unwrap(parts[-1]))):
@@ -130,7 +131,7 @@ def sides(text: str) -> list[str]:
 
 
 def number_of(text: str) -> Number | None:
-    """The number that a formula states: itself, or the last one of what it sets equal. An equation to be solved states none."""
+    """Return the number that a formula states: itself or the last number of its sides. An equation to solve has none."""
     text = unwrap(text)
     if re.fullmatch(r"\([^()]*=[^()]*\)", text):
         text = text[1:-1]
@@ -143,19 +144,19 @@ def number_of(text: str) -> Number | None:
 
 
 def is_name(side: str) -> bool:
-    r"""Tell whether the side of an equation is what it gives a value to: x, f(2), |AB|, `\text{area}`."""
+    r"""Return True if the side of an equation is a name that gets a value: x, f(2), |AB|, `\text{area}`."""
     side = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|_(?:\w|\{[^{}]*\})|\([^()]*\)", "", side)
     return not re.search(r"[-+*/^\d]", side)
 
 
 def has_letters(side: str) -> bool:
-    """Tell whether a formula has letters beside those of commands; between numbers an x multiplies."""
+    """Return True if a formula has letters besides commands. An x between numbers is a multiplication sign."""
     side = re.sub(r"(?<=[\d)])\s*[xX]\s*(?=[\d($.])", "*", _IN_TEXT.sub("", side))
     return bool(re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side)))
 
 
 def pieces(prose: str) -> list[tuple[bool, str]]:
-    """(whether it is a formula between delimiters, text) of each part of a text. A dollar before words is money."""
+    """Split a text into (True for a formula between delimiters, text). A dollar before words is money, not a delimiter."""
     found, position = [], 0
     while match := _DELIMITED.search(prose, position):
         content = next(filter(None, match.groups()))
@@ -169,7 +170,7 @@ def pieces(prose: str) -> list[tuple[bool, str]]:
 
 
 def numbers_in(prose: str) -> Iterator[Number]:
-    """The numbers that stand alone in a text, in order: no operand, no part of a word."""
+    """Yield the numbers that stand alone in a text, in order, but not operands and parts of words."""
     joined = ""
     for formula, text in pieces(prose):
         if formula and (number := number_of(text)):
@@ -186,7 +187,7 @@ def _numbers_of_runs(text: str) -> Iterator[Number]:
         run = _paired(run.strip(_EDGES).removesuffix(" -").rstrip(_EDGES + "."))
         if not re.search(r"\d", run):
             continue
-        if run.startswith("- "):  # the bullet of a list
+        if run.startswith("- "):  # a bullet of a list
             run = run[2:]
         before, bracket, _ = run.partition(" (")
         if number := number_of(run) or (number_of(before) if bracket else None):
@@ -200,7 +201,7 @@ def _numbers_of_runs(text: str) -> Iterator[Number]:
 
 
 def _paired(text: str) -> str:
-    """A text without a bracket at its edges whose other one is elsewhere; intervals keep theirs."""
+    """Remove unpaired brackets at the edges of a text. Intervals keep their brackets."""
     if "[" in text or "]" in text:
         return text
     if text.count(")") > text.count("("):
@@ -218,7 +219,7 @@ def _alone(words: list[str]) -> Iterator[Number]:
 
 
 def stated_number(statement: Statement) -> Number | None:
-    """The number that is the answer there: of a box all of it, of a phrase the first one, of a last line the last."""
+    """Return the number that a statement gives: all of a box, the first number of a phrase, the last of a last line."""
     if statement.kind in ("boxed", "tag"):
         return number_of(statement.text)
     if is_denied(statement):
@@ -234,14 +235,14 @@ def stated_number(statement: Statement) -> Number | None:
 
 
 def is_denied(statement: Statement) -> bool:
-    """Tell whether a sentence says what the answer is not, or between or beside what it lies."""
+    """Return True if a sentence says what the answer is not, or what it lies between or beside."""
     if statement.kind == "line":
         return bool(_DENIED["line"].search(statement.text[-_MOST:]))
     return statement.kind in _DENIED and bool(_DENIED[statement.kind].match(statement.text))
 
 
 def _alternatives(text: str, last: bool) -> list[Number]:
-    """The other number, where the first or last one of a text is one of two: 20 or 21, the first one also 20 to 21."""
+    """Return the alternative to the first or last number of a text: 20 or 21, and for the first number also 20 to 21."""
     cuts = [*(_OR if last else _OR_TO).finditer(text)]
     if not cuts:
         return []
@@ -256,7 +257,7 @@ def _alternatives(text: str, last: bool) -> list[Number]:
 
 
 def stated_formulas(statement: Statement) -> list[str]:
-    """The texts that may be the expression that is the answer there, the likeliest first."""
+    """Return the texts in a statement that may be the answer as an expression, most likely first."""
     text = statement.text
     if statement.kind in ("boxed", "tag"):
         return [unwrap(text)]
@@ -272,7 +273,7 @@ def stated_formulas(statement: Statement) -> list[str]:
 
 
 def math_answer(text: str) -> str:
-    """The number that a response gives as its final answer, or where there is none what it states last, in one notation."""
+    """Return the number that is the final answer of a response, or else its last statement, in a uniform notation."""
     stated = statements(clean(text))
     number = next(filter(None, map(stated_number, stated)), None)
     if number:

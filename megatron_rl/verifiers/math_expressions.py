@@ -1,7 +1,7 @@
-r"""Mathematical expressions: read by math-verify's parser of LaTeX with nothing computed, and compared by sympy, exactly.
+r"""Mathematical expressions: parsing with math-verify's LaTeX parser without evaluation, and exact comparison with sympy.
 
-What a model wrote is never evaluated as a program: the parser is a grammar. sympy may take long to compare, so a worker with a
-time limit calls this.
+Text of a model is never evaluated as a program: the parser is a grammar. A comparison with sympy may take long, so this code is
+called in a worker with a time limit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Expression = Basic | MatrixBase
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
 _FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infty arcsin arccos arctan sinh cosh tanh"
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|inf|infinity)(?![A-Za-z]))[A-Za-z]*[a-z][A-Za-z]*[A-Za-z](?![A-Za-z])")
-"""A word: no name of several capital letters (the segment AB), no function. Products of letters are written with spaces."""
+"""Word, but neither a name of several capital letters (the segment AB) nor a function. Products of letters have spaces."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\imath|\\mathbb\{C\}")
 _LONGEST = 2000
 _DEEPEST = 8
-"""Brackets in brackets: the parser takes three times as long for each more."""
+"""Largest depth of nested brackets. Each level triples the time of the parser."""
 
 
 def read_expression(text: str) -> Expression | None:
-    """The meaning of a formula, parsed as a whole; None where it says anything else."""
-    if "phantom" in text:  # what does not show
+    """Parse a formula as a whole; None if it is not a formula."""
+    if "phantom" in text:  # invisible content
         return None
     text = re.sub(r"\\text\s*\{\s*(,?\s*(?:and|or)|,)\s*\}", r" \1 ", text).strip().rstrip(".")
     text = re.sub(r"\\mathrm\s*\{([ie])\}", r"\1", text)
@@ -58,7 +58,7 @@ def read_expression(text: str) -> Expression | None:
         return None
     try:
         parsed = latex2sympy(text, is_real=not _COMPLEX.search(text), normalization_config=_NORMALIZATION)
-    except Exception:  # it raises plain Exceptions, and others by the way
+    except Exception:  # the parser raises plain Exceptions and others
         return None
     return parsed if isinstance(parsed, Basic | MatrixBase) else None
 
@@ -69,7 +69,7 @@ def _depth(text: str) -> int:
 
 
 def is_unfinished(expression: Expression) -> bool:
-    """Tell whether numbers in it still have to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
+    """Return True if numbers in it remain to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
     if isinstance(expression, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
         return True
     arguments: Sequence[Any] = expression.args if isinstance(expression, Basic) else [*expression]
@@ -101,12 +101,12 @@ def _factors(product: Mul) -> tuple[list[Any], list[Any]]:
 
 
 def are_equal(gold: Any, answer: Any) -> bool:
-    """Tell whether an answer says what is expected, in whatever form. Errors: those of sympy."""
+    """Return True if an answer equals the expected answer, in any form. Errors: errors of sympy."""
     if isinstance(gold, Interval | Tuple):
         answer = _point(answer)
     gold, answer = _without_names(gold, answer)
     if isinstance(gold, Interval | Tuple) and isinstance(answer, Interval | Tuple) and type(gold) is not type(answer):
-        gold, answer = (_pair(x) for x in (gold, answer))  # (1, 2) is parsed as an interval
+        gold, answer = (_pair(x) for x in (gold, answer))  # the parser reads (1, 2) as an interval
         return gold is not None and answer is not None and are_equal(gold, answer)
     if _is_relation(gold) or _is_relation(answer):
         return _are_equal_relations(gold, answer)
@@ -141,7 +141,7 @@ def _without_names(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _point(x: Any) -> Any:
-    """The point that `x = 3, y = -4` is; anything else as it is."""
+    """Convert `x = 3, y = -4` to a point; return other values unchanged."""
     parts: list[Any] = [*x.args] if isinstance(x, FiniteSet) else []
     if len(parts) < 2 or not all(isinstance(part, Eq) and isinstance(part.lhs, Symbol) for part in parts):
         return x
@@ -274,7 +274,7 @@ def _are_equal_relations(gold: Any, answer: Any) -> bool:
 
 
 def _from_zero(relation: Any) -> tuple[type, Any]:
-    """(kind, expression) of a relation that compares an expression with 0 by =, !=, > or >=."""
+    """Return (kind, expression) of a relation that compares the expression with 0 by =, !=, > or >=."""
     left: Any
     right: Any
     left, right = (_exact(x) if isinstance(x, sympy.Expr) else x for x in (relation.lhs, relation.rhs))

@@ -1,6 +1,6 @@
-r"""Numbers as people write them, nothing that has to be computed first: 20, -3/4, 3\frac{1}{2}, 50\%, 2516_8, 7 \times 10^4.
+r"""Numbers as people write them, without anything left to compute: 20, -3/4, 3\frac{1}{2}, 50\%, 2516_8, 7 \times 10^4.
 
-A text is such a number as a whole or not at all. The value is exact.
+Only a whole text can be such a number. The value is exact.
 """
 
 from __future__ import annotations
@@ -82,48 +82,48 @@ _NO_UNITS = frozenset(
         "tens",
     ]
 )
-"""Words that make another value of a number, or say that there is more."""
+"""Words after a number that change its value, or show that the text goes on."""
 _LETTERS = frozenset("mgshlLJNWVAKCFT")
-"""Units of one letter; another letter is a variable."""
+"""Units of one letter. Any other letter is a variable."""
 _LONGEST = 4000
-"""Digits of a number, and the largest power of ten."""
+"""Largest number of digits of a number, and largest power of ten."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is written."""
+    """A number with its notation."""
 
     value: Fraction
     percent: bool = False
     unit: str = ""
-    """All that stands behind the number, with the currency in front of it."""
+    """Text after the number, with the currency before it."""
     decimals: int | None = None
-    """Digits behind the decimal point; None of a fraction."""
+    """Number of digits after the decimal point; None for a fraction."""
     base: int = 10
     fraction: tuple[int, int] | None = None
-    """The two numbers of a fraction, as they are written."""
+    """Numerator and denominator as they are written."""
     mantissa: Fraction | None = None
-    """The factor before the power of ten; None where there is none."""
+    """Factor before the power of ten; None without a power of ten."""
     mixed: bool = False
     scale: int = 0
-    """The power of ten of a word behind it, 6 of a million; the value has it."""
+    """Exponent of ten of a word after the number, 6 for million; `value` includes it."""
     comma: bool = False
-    """Tell whether the sign before its decimals is a comma: it may be a list of two numbers, too."""
+    """True if a comma stands before the decimals, so that it may also be a list of two numbers."""
 
     @property
     def scientific(self) -> bool:
-        """Tell whether it is written with a power of ten."""
+        """True if it is written with a power of ten."""
         return self.mantissa is not None
 
     @property
     def reduced(self) -> bool:
-        """Tell whether a fraction is in lowest terms."""
+        """True if it is in lowest terms, or not a fraction."""
         return self.fraction is None or self.fraction == (abs(self.value.numerator), self.value.denominator)
 
     def equals(self, other: Number) -> bool:
-        """The same number; one of the two may be rounded, where it has at least five significant digits.
+        """Return True if two numbers are equal. One of them may be rounded, to at least five significant digits.
 
-        50% is 0.5, and as an answer in percent 50.
+        50% equals 0.5, and also 50 if the answer is in percent.
         """
         if self.base != other.base:
             return False
@@ -133,7 +133,7 @@ class Number:
         return any(a == b or self._rounds(b, a) or other._rounds(a, b) for a, b in forms)
 
     def _rounds(self, exact: Fraction, own: Fraction) -> bool:
-        """Tell whether this decimal number, with the value `own`, is an exact one of infinitely many digits, rounded."""
+        """Return True if this decimal number with the value `own` is an exact periodic number, rounded."""
         if self.decimals is None or self.percent or own != self.value or not _is_periodic(exact):
             return False
         return len(str(abs(own.numerator * 10**self.decimals // own.denominator))) >= 5 and abs(
@@ -150,7 +150,7 @@ def _is_periodic(value: Fraction) -> bool:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a text is, with its sign, currency, percent sign and unit; None where it is none or has more to it."""
+    """Read a number with its sign, currency, percent sign and unit; None if the text is not a number or has other parts."""
     text = text.strip()
     while text[:1] == "(" and text[-1:] == ")" and "(" not in text[1:-1] and ")" not in text[1:-1]:
         text = text[1:-1].strip()
@@ -168,7 +168,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _unit(match: re.Match) -> tuple[str | None, int]:
-    """(unit, power of ten) behind a number; None where what stands there is no unit."""
+    """Return (unit, power of ten) after a number; (None, 0) if the text there is not a unit."""
     text = re.sub(rf"{_TEXT}\s*\{{([^{{}}]*)\}}", r" \1 ", match["unit"])
     text = re.sub(r"\^?\s*\{?\s*\^?\\circ\s*\}?|\\degree|\^\{?o\}?|°", " degrees ", text)
     scale, words = 0, re.findall("[A-Za-z]+", text)
@@ -233,7 +233,7 @@ def _read(match: re.Match, unit: str, scale: int) -> Number:
 
 
 # -- units ---------------------------------------------------------------------------------------------------------------
-# Quantities: numbers with units behind them. Units are sympy's; other words (apples, dollars) are compared as words.
+# Quantities: numbers with units. Units are sympy's units; other words (apples, dollars) are compared as words.
 
 
 _SIGNS = {"$": " dollar ", "€": " euro ", "£": " pound ", "¥": " yen ", "₹": " rupee ", "²": "^2", "³": "^3", "·": " "}
@@ -260,7 +260,7 @@ _PART = re.compile(r"(?P<number>[\d.,]+)\s*(?P<unit>[A-Za-z]+\.?)(?:\s*(?:,|and)
 
 
 def agree(ours: Number, theirs: Number) -> bool:
-    """Tell whether two numbers are of the same quantity: 5 km is 5000 m, and is no 5 m. A unit that is not named is any."""
+    """Return True if two numbers are the same quantity: 5 km is 5000 m, but not 5 m. A missing unit fits any unit."""
     if not ours.unit or not theirs.unit:
         return ours.equals(theirs)
     units = [measure(number.unit) for number in (ours, theirs)]
@@ -271,7 +271,7 @@ def agree(ours: Number, theirs: Number) -> bool:
 
 
 def total(text: str) -> Any:
-    """The sum of quantities in a row, `2 hours 30 minutes`, in base units; None for a text that is none."""
+    """Return the sum of successive quantities, as in `2 hours 30 minutes`, in base units; None for another text."""
     parts = [*_PART.finditer(text)]
     if not parts or "".join(part[0] for part in parts) != text.strip():
         return None
@@ -282,7 +282,7 @@ def total(text: str) -> Any:
 
 
 def _exact(number: Number) -> Any:
-    import sympy  # it takes a second to import
+    import sympy  # imported late: importing it takes a second
 
     return sympy.Rational(number.value.numerator, number.value.denominator)
 
@@ -299,7 +299,7 @@ def _spelled(unit: str) -> str:
 
 @lru_cache(1024)
 def measure(unit: str) -> Any:
-    """The unit in sympy's base units; None where it has another word in it."""
+    """Return the unit in sympy's base units; None if it contains another word."""
     from sympy.physics import units
 
     found, last, power, side = units.meter**0, units.meter**0, 1, 1

@@ -1,4 +1,4 @@
-"""Where a response states its answer: the last box, <answer> or ####, else the last 'answer is ...', else its last line."""
+"""Extraction of a response's answer: the last box, <answer> or ####, else the last 'answer is ...', else the last line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 MOST_STATEMENTS = 8
-"""Statements that are looked at, the last ones: a text of thousands is read once, and not once for each."""
+"""Largest number of statements that are tried, from the end. A text with thousands of statements is read only once."""
 _HASH = re.compile(r"####[ \t]*(\S[^\n]*)")
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _END_TAG = re.compile(r"</answer>", re.IGNORECASE)
@@ -19,25 +19,25 @@ _PHRASE = re.compile(
 _BRACE = re.compile(r"\\[{}]|\\(?:boxed|fbox)\s*+\{|[{}]")
 _NO_WORDS = re.compile(r"\\(?:text|mbox|textbf)\s*\{([^{}]*)\}|\\q?quad\b|\\[()\[\]]|\$")
 _LINK = re.compile(r"|(?:[^.\n]{0,60}\s)?(?:[,;]|,?\s*(?:and|or))(?:\s+\S{1,12}\s*=)?")
-"""Between boxes that are one list: nothing, a comma, `and`; also `papers and`."""
+"""Text between boxes that form one list: nothing, a comma, or `and`, also with words as in `papers and`."""
 
 
 class Statement(NamedTuple):
-    """A place at which a response may state its answer."""
+    """A place in a response that may state its answer."""
 
     kind: Literal["boxed", "tag", "hash", "phrase", "line"]
     text: str
 
 
 def behind_thinking(text: str) -> str:
-    """The part of a response that is no thinking: what follows the last </think>, or comes before a <think> without an end."""
+    """Return the response without thinking: the text after the last </think>, or before a <think> that does not end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def statements(text: str) -> list[Statement]:
-    """Statements of a response, the last first: boxes, tags, hashes, 'final answer'; else 'answer'; else its last line.
+    """Return the statements of a response, last first: boxes, tags, hashes, 'final answer'; else 'answer'; else the last line.
 
-    Time is linear in the text.
+    The time is linear in the length of the text.
     """
     text = behind_thinking(text)
     phrases = [
@@ -53,9 +53,9 @@ def statements(text: str) -> list[Statement]:
 
 
 def extract_answer(text: str, *, multiline: bool = False) -> str:
-    """The answer that a response states last, '' where there is none.
+    """Return the answer that a response states last, or ''.
 
-    multiline: without a box, tag or hash the whole text is the answer (for answers that are grids).
+    multiline: if there is no box, tag or hash, the whole text is the answer (for answers that are grids).
     """
     found = statements(text)
     if not found:
@@ -71,11 +71,11 @@ def _last(matches: Iterator[re.Match]) -> deque[re.Match]:
 
 
 _DISPLAYED = (("\\[", "\\]"), ("$$", "$$"))
-"""Signs around a formula that may take several lines."""
+"""Delimiters of a formula that may span several lines."""
 
 
 def _line(text: str, start: int) -> str:
-    """The rest of a line, or the formula of several lines with which it begins. What comes behind it explains."""
+    """Return the rest of a line, or the formula of several lines at its beginning. Text after the formula is explanation."""
     for begin, end in _DISPLAYED:
         if text.startswith(begin, start) and (found := text.find(end, start + len(begin))) > 0:
             return text[start : found + len(end)]
@@ -102,14 +102,14 @@ def _tags(text: str) -> list[tuple[int, Statement]]:
 
 
 def _boxes(text: str) -> list[tuple[int, Statement]]:
-    r"""(start, content) of each complete outermost `\boxed{...}`; several that commas, 'and' or 'or' link are one list."""
-    opened: list[tuple[int, int] | None] = []  # (start, start of the content) of a box, None of another brace
+    r"""Return (start, content) of each complete outermost `\boxed{...}`. Boxes linked by commas, 'and' or 'or' are one list."""
+    opened: list[tuple[int, int] | None] = []  # (start, start of the content) for a box, None for another brace
     found: list[tuple[int, int, str]] = []
     for match in _BRACE.finditer(text):
         if match[0] == "}":
             if opened and (box := opened.pop()):
                 while found and found[-1][0] > box[0]:
-                    found.pop()  # it is within this one
+                    found.pop()  # this box lies within the current one
                 found.append((box[0], match.end(), text[box[1] : match.start()]))
         elif match[0][-1] == "{" and match[0] != "\\{":
             opened.append((match.start(), match.end()) if len(match[0]) > 1 else None)

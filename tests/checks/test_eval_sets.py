@@ -167,7 +167,7 @@ def test_rows_that_are_not_evaluated_are_held_out_too(tokenizer, tmp_path):
     stream = PromptStream(form.task, form, 2048, 8, seed=seed)
     stream.leave_out(lambda prompt: question(prompt, "{prompt}") in unseen)
     assert not {prompt.text for prompt in stream.next(20)} & unseen
-    with pytest.raises(UserError, match=r"eval\.sets has all \d+ training prompts of task 'file', and none is left"):
+    with pytest.raises(UserError, match=r"eval\.sets has all \d+ training prompts of task 'file', so none is left"):
         stream.leave_out(lambda prompt: True)
 
 

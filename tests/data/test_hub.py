@@ -92,7 +92,7 @@ def test_a_folder_goes_before_an_id_of_its_name(tmp_path, monkeypatch):
     (tmp_path / "some" / "model").mkdir(parents=True)
     assert ids.hub_id("some/model") is None and ids.as_folder("some/model", "key") == "some/model"
     (tmp_path / "some" / "file").write_text("")
-    with pytest.raises(UserError, match="key = some/file: is no folder"):
+    with pytest.raises(UserError, match="key = some/file: is not a folder"):
         ids.as_folder("some/file", "key")
 
 

@@ -359,5 +359,5 @@ def test_a_demonstration_is_a_conversation_of_which_the_replies_train(name, toke
     assert response == [*replies[0], *between, *replies[1]]
     assert [t for t, trains in zip(response, mask, strict=True) if trains] == replies[0] + replies[1]
     assert form.parse(replies[0]).calls == [Call("calculator", {"expression": f"{number}+1"})]
-    with pytest.raises(UserError, match=r"the demonstration of a: a call of tool_calls has"):
+    with pytest.raises(UserError, match=r"the demonstration of a: a call in tool_calls needs"):
         demonstration(form, prompt, [{"role": "assistant", "tool_calls": [{"name": "calculator"}]}])

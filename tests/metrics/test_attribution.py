@@ -228,6 +228,6 @@ def test_table_page_and_file_say_the_same(tmp_path):
     (tmp_path / "config.yaml").write_text("name: run\n")
     page = Page(write_report(tmp_path))
     assert page.row("routes", 4) == ["routes", "experts of the <engine>", "5e-05", "+66.7% ± 2.0%"]
-    assert "2 sequences of several weights left out" in page.text
+    assert "without 2 sequences of several weight versions" in page.text
     assert attribution.load(tmp_path / "nothing") is None
     assert math.isclose(found.sources[0].kl, 5e-5)

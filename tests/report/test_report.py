@@ -90,12 +90,18 @@ def test_a_run_as_one_page(tmp_path):
         "pass@4": [[0, 0.5], [10, 0.5], [20, 0.5]],
     }
     assert [step for step, _ in page.series("Mismatch")["KL (k3)"]] == [1, *range(3, 21)]  # the null is left out
-    assert list(page.series("Where a step's time goes")) == ["rollout", "train"]
+    assert list(page.series("Step time by phase")) == ["rollout", "train"]
     assert "Routing agreement" not in page.charts
     assert page.row("score", 5) == ["score", "0.250", "0.750", "+0.500", "0 → 20"]
     order = [
         page.text.index(title)
-        for title in ("Before and after", "Curves", "Best-paid and", "Sample rollouts", "Config of")
+        for title in (
+            "First and last evaluation",
+            "Curves",
+            "Responses with the highest reward",
+            "Sample rollouts",
+            "Config of",
+        )
     ]
     assert order == sorted(order)
 
@@ -112,7 +118,7 @@ def test_every_chart_is_drawn_without_a_gap_in_its_numbers(tmp_path):
 def test_tick_labels_say_where_they_stand(tmp_path, top):
     """Equal distances between labels are equal differences: never 0, 3, 5, 8 for 0, 2.5, 5, 7.5."""
     lines = [{"step": step, "time/train_s": top * step / 9, "time/rollout_s": 0.0} for step in range(1, 10)]
-    for ticks in Page(write_report(write_lines(tmp_path / "run", lines))).ticks("Where a step's time goes"):
+    for ticks in Page(write_report(write_lines(tmp_path / "run", lines))).ticks("Step time by phase"):
         numbers = [(place, float(text.replace(",", "").replace("\u2212", "-"))) for place, text in ticks]
         (a, x), (b, y) = numbers[0], numbers[-1]
         assert len(numbers) >= 3 and a != b
@@ -128,7 +134,7 @@ def test_numbers_that_never_change_are_a_table(tmp_path):
     page = Page(write_report(write_lines(tmp_path / "run", lines)))
     assert list(page.charts) == ["Reward"]
     assert page.row("Clip fraction", 2) == ["Clip fraction", "0"] and page.row("Entropy", 2) == ["Entropy", "0.5"]
-    assert page.row("Where a step's time goes", 2) == ["Where a step's time goes", "2"]
+    assert page.row("Step time by phase", 2) == ["Step time by phase", "2"]
 
 
 @pytest.mark.parametrize(("distinct", "shown"), [((0.5, 0.75), False), ((0.5, 1.25), True)])
@@ -162,7 +168,7 @@ def test_runs_are_compared_by_the_newest_of_what_all_have(tmp_path):
         ["0.250", "0.500"],
         ["0.750", "0.875"],
     ]
-    assert compared([trained]) is None and "Side by side" not in Page(write_report(trained)).text
+    assert compared([trained]) is None and "Runs side by side" not in Page(write_report(trained)).text
 
 
 def test_lines_that_coincide_are_all_seen(tmp_path):
@@ -196,7 +202,7 @@ def test_numbers_of_gpus_have_charts_where_there_are_any(tmp_path):
         "reserved, peak": [[1, 70.0], [2, 70.0]],
     }
     assert page.series("GPU utilization") == {"MFU": [[1, 0.31], [2, 0.32]]}
-    assert list(page.series("Where a step's time goes")) == ["sleep", "train"]
+    assert list(page.series("Step time by phase")) == ["sleep", "train"]
     assert not {"GPU memory", "GPU utilization"} & set(Page(write_report(make_run(tmp_path / "cpu", 2))).charts)
 
 
@@ -258,8 +264,8 @@ def test_two_runs_side_by_side(tmp_path):
     assert path == tmp_path / "report.html"
     page = Page(path)
     assert {name: len(points) for name, points in page.series("Reward").items()} == {"a": 5, "b": 9}
-    assert [step for step, _ in page.series("Time of a step")["a"]] == [1, 2, 3, 4, 5]
-    assert page.row("config", 6) == ["config", "a", "b", "seed", "0", "7"]
+    assert [step for step, _ in page.series("Step time")["a"]] == [1, 2, 3, 4, 5]
+    assert page.row("config key", 6) == ["config key", "a", "b", "seed", "0", "7"]
 
 
 def test_long_series_are_averaged(tmp_path):
@@ -281,7 +287,7 @@ def test_a_gamed_reward_is_seen(tmp_path):
     ]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(write_report(run))
-    assert page.row("Best paid", 6) == ["Best paid", "1", "42", "1+1", "as you say", "steps 1 to 2"]
+    assert page.row("Highest reward", 6) == ["Highest reward", "1", "42", "1+1", "as you say", "steps 1 to 2"]
     assert page.row("Most frequent", 6) == ["Most frequent", "0", "50", "3+3", "no idea", "step 2"]
 
 
@@ -308,7 +314,7 @@ def test_a_conversation_is_shown_turn_by_turn_with_what_trains_marked(tmp_path):
     shown = text[start : text.index("</ol>", start)]
     assert shown.count('<li class="trains">') == 2 and shown.count("<li>") == 1
     assert "a call without end" in shown and "characters" in shown and len(shown) < 8000
-    assert "<script>" not in shown and "does not train" in text
+    assert "<script>" not in shown and "not trained on" in text
 
 
 def test_a_browser_draws_it(tmp_path):

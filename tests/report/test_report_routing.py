@@ -90,7 +90,7 @@ def test_the_page_of_one_run_has_the_numbers_under_one_heading(tmp_path):
     assert list(agreement) == ["all updates", "update 1", "update 2"]
     assert agreement["update 2"][-2:] == [[8, 62 / 64], [10, 31 / 64]]
     assert len({color for _, color in page.charts["Routing agreement"]["legend"]}) == 3
-    assert list(page.series("Route KL")) == ["all updates", "update 1 (zero, below a log scale)", "update 2"]
+    assert list(page.series("Route KL")) == ["all updates", "update 1 (zero, not on a log scale)", "update 2"]
     texts = [mark["text"] for mark in page.drawn("Deviation tails") if mark["role"] == "mark" and "text" in mark]
     assert texts == ["0.66", "0.094", "0"]
     heat = page.charts["Agreement by layer and update"]["spec"]["data"]["values"]

@@ -48,7 +48,9 @@ def test_counts_are_added_over_steps_and_once_in_a_step():
         {"step": 3, "response": "y", "reward": 0.75},  # of a log without counts
     ]
     lists = leading(rows)
-    assert [(o["sample"]["response"], o["best"], o["count"], o["first"], o["last"]) for o in lists["Best paid"]] == [
+    assert [
+        (o["sample"]["response"], o["best"], o["count"], o["first"], o["last"]) for o in lists["Highest reward"]
+    ] == [
         ("x", 1.0, 6, 1, 3),
         ("y", 0.75, 1, 3, 3),
     ]

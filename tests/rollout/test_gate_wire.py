@@ -78,7 +78,7 @@ def test_a_server_without_gates_says_so_and_what_to_do():
         SHAPE.decode_with_gates(encode(ids, gates), 5)
     with pytest.raises(UserError, match="names expert"):
         EngineRoutes(3, (1, 2), 40, 2).decode(encode(ids, gates), 4)
-    with pytest.raises(UserError, match="routing.replay_gates and rollout.gates are for 4096 experts"):
+    with pytest.raises(UserError, match="routing.replay_gates and rollout.gates support at most 4096 experts"):
         EngineRoutes(1, (0,), 5000, 2, gates=True)
 
 
@@ -130,7 +130,7 @@ def test_a_conversation_joins_cuts_and_keeps_gates(tmp_path):
         assert (back.gates is not None) == gates
     t.gates = None
     save_trajectories(tmp_path / "step.npz", [t])
-    with pytest.raises(UserError, match="record it with rollout.gates: true"):
+    with pytest.raises(UserError, match="record it again with rollout.gates: true"):
         read_recorded(tmp_path / "step.npz", support, SHAPE, None)
     drop_stale_routes(back, fresh=False)
     back.routes, back.gates = given[1], given[1]
@@ -144,7 +144,7 @@ def test_a_conversation_joins_cuts_and_keeps_gates(tmp_path):
 def test_gates_that_do_not_belong_to_their_routes_are_refused():
     routes = SHAPE.shape.empty(3)
     for gates, message in (
-        (np.zeros((2, 2, 2), np.float32), "its routes want"),
+        (np.zeros((2, 2, 2), np.float32), "the routes need"),
         (np.zeros((3, 2, 2), np.float64), "float64"),
         (np.full((3, 2, 2), 1.1, np.float32), "between 0 and 1"),
         (np.full((3, 2, 2), np.nan, np.float32), "between 0 and 1"),

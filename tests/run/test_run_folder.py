@@ -194,7 +194,7 @@ def test_a_context_in_which_nothing_fits_starts_no_server(model, tmp_path, capsy
     config.write_text(to_yaml(config_of(model, tmp_path, rollout={"context_length": 9, "max_new_tokens": 8})))
     assert main(["train", str(config)]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert "none of the " in line and "in rollout.context_length 9: raise the latter" in line
+    assert "none of the " in line and "in rollout.context_length 9: raise rollout.context_length" in line
     assert not (tmp_path / "one" / "sglang.log").exists()
 
 

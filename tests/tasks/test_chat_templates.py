@@ -355,7 +355,7 @@ def test_replies_that_follow_each_other_begin_turns_of_their_own():
     [
         (assistant("4", weight=0.5), "the weight of a message is 0.5, neither 0 nor 1"),
         (assistant("4", weight="1"), "the weight of a message is '1'"),
-        (assistant("4", reasoning=["a"]), "'reasoning' of a message is no text"),
+        (assistant("4", reasoning=["a"]), "'reasoning' of a message is not text"),
         (assistant("4", reasoning="a", thinking="b"), "'thinking' and 'reasoning' of a message differ"),
         (assistant("4", refusal="no"), "a message of role assistant has 'refusal', which the model would not be shown"),
         (assistant("4", audio={"id": "1"}), "has 'audio'"),
@@ -367,7 +367,7 @@ def test_replies_that_follow_each_other_begin_turns_of_their_own():
         ),
         (user("4") | {"images": ["a.png"]}, "a message of role user has 'images'"),
         (user("4") | {"weight": 1}, "a message of role user has 'weight'"),
-        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "has a part of type 'image_url': text alone"),
+        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "has a part of type 'image_url': only text"),
         (user([{"type": "text", "text": 3}]), "has a part of type 'text'"),
         (assistant(None, function_call={"name": "f", "arguments": "{"}), "arguments that are JSON"),
         (assistant(None, tool_calls=[{"function": {"name": None, "arguments": {}}}]), "a function with a name"),

@@ -160,9 +160,9 @@ def test_demonstrations_may_be_conversations(tmp_path, caplog):
         "arguments that are JSON": [
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
         ],
-        "is no text": [{"role": "assistant", "content": 3}],
+        "is not text": [{"role": "assistant", "content": 3}],
         "does not end with a message of the assistant": turns[:2],
-        "one of messages: a message has": ["It is 3."],
+        "one of messages: a message needs": ["It is 3."],
     }
     good = [{"prompt": f"{i}", "response": turns} for i in range(20)]
     bad = [{"prompt": problem, "response": value} for problem, value in odd.items()]
@@ -446,7 +446,7 @@ def test_tools_that_nothing_tells_of_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     for chat, problem in (
         (True, "says nothing of tools"),
-        (False, r"is a text, which cannot tell of its tools.*tools_key: null"),
+        (False, r"is a text, which cannot show its tools.*tools_key: null"),
     ):
         config = build_config({"data": {"path": path, "chat": chat}})
         form = SingleTurn(config, TOKENIZER, build_task(config.data), ONE_PROCESS)
@@ -459,13 +459,13 @@ def test_tools_that_nothing_tells_of_are_refused(tmp_path):
     [
         ({"tools": "["}, "'tools': a list of schemas is not JSON"),
         ({"tools": "[" * 100_000}, "'tools': a list of schemas is not JSON"),
-        ({"tools": "3"}, "'tools': it is no list of schemas"),
-        ({"tools": {"name": "f"}}, "'tools': it is no list of schemas"),
-        ({"tools": [3]}, "'tools': 1 is no schema of a function with a name"),
-        ({"tools": [SCHEMA, {"type": "function", "function": {}}]}, "'tools': 2 is no schema"),
+        ({"tools": "3"}, "'tools': it is not a list of schemas"),
+        ({"tools": {"name": "f"}}, "'tools': it is not a list of schemas"),
+        ({"tools": [3]}, "'tools': 1 is not a schema of a function with a name"),
+        ({"tools": [SCHEMA, {"type": "function", "function": {}}]}, "'tools': 2 is not a schema"),
         (
             {"tools": [SCHEMA], "response": done("look", {})},
-            r"'response' calls 'look', which is none of the row's tools \(lookup\)",
+            r"'response' calls 'look', which is not a tool of the row \(lookup\)",
         ),
     ],
 )

@@ -246,12 +246,12 @@ BAD_ROWS = {
     r"it has tokens and no 'prompt_tokens'": {"prompt_tokens": ...},
     r"'loss_mask' has 1 values for 3 tokens": {"loss_mask": [1]},
     r"'loss_mask' leaves nothing to learn": {"loss_mask": [0, 0, 0]},
-    r"'response_tokens' is no table of numbers": {"response_tokens": ["x"]},
+    r"'response_tokens' is not a table of numbers": {"response_tokens": ["x"]},
     r"'teacher_token_ids' and 'teacher_log_probs' are \[1, 2\] and \[1, 2\] for 3 tokens": {
         "teacher_token_ids": [[1, 2]],
         "teacher_log_probs": [[-1.0, -2.0]],
     },
-    r"'teacher_log_probs' is no table of numbers": {
+    r"'teacher_log_probs' is not a table of numbers": {
         "teacher_token_ids": [[1]] * 3,
         "teacher_log_probs": [[None]] * 3,
     },

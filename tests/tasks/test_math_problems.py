@@ -202,7 +202,7 @@ def test_aime_without_its_package(monkeypatch):
 
 @pytest.mark.parametrize("size", [0, -1, "many", 1.5])
 def test_a_size_that_is_none(size):
-    with pytest.raises(UserError, match="config: data.options.size = .* is no number of rows"):
+    with pytest.raises(UserError, match="config: data.options.size = .* is not a positive number of rows"):
         build_task(DataConfig(task="gsm8k", options={"size": size}))
 
 

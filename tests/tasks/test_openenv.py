@@ -247,10 +247,10 @@ RIGHT = '{"type": "observation", "data": {"observation": {"text": "%s"}, "reward
     ("text", "message"),
     [
         (RIGHT % ("x" * openenv.MOST_BYTES), "the connection ended at step .*exceeds limit"),
-        ("[" * 100_000, "is none of OpenEnv's: RecursionError"),
-        (RIGHT.replace("1}", "9" * 400 + "}") % "", "is none of OpenEnv's: OverflowError"),
+        ("[" * 100_000, "does not have the form of OpenEnv: RecursionError"),
+        (RIGHT.replace("1}", "9" * 400 + "}") % "", "does not have the form of OpenEnv: OverflowError"),
         (RIGHT.replace("1}", "NaN}") % "", "the reward of step is nan"),
-        ("null", "is none of OpenEnv's"),
+        ("null", "does not have the form of OpenEnv"),
     ],
     ids=lambda text: text[:20],
 )

@@ -145,7 +145,7 @@ def test_mistakes_of_a_verifier_are_told_at_the_start(folder, verifier, more, me
         ("text", "text gives 'good', neither a number nor numbers by name"),
         (
             "two_parts",
-            "two_parts gives the parts right, echo, expected were correct: give each its weight in data.rewards",
+            "two_parts gives the parts right, echo, but expected were correct: give each part a weight in data.rewards",
         ),
     ],
 )

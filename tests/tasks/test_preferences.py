@@ -273,7 +273,7 @@ BAD = [
     ("pair", {"prompt": ""}, "'prompt' is empty"),
     ("pair", {"chosen": {"text": "a"}}, "'chosen' is neither text nor a list of messages"),
     ("pair", {"chosen": True}, "'chosen' is neither text nor a list of messages"),
-    ("pair", {"chosen": ["a"]}, "'chosen' is a list, but not one of messages: a message has"),
+    ("pair", {"chosen": ["a"]}, "'chosen' is a list, but not one of messages: a message needs"),
     ("pair", {"chosen": [user("a"), assistant("b")]}, "'chosen' does not begin with a message of the assistant"),
     ("pair", {"chosen": [assistant("b"), user("a")]}, "'chosen' does not end with a message of the assistant"),
     (
@@ -282,31 +282,31 @@ BAD = [
         "no beginning in common",
     ),
     ("pair", {"chosen": [user("a")], "rejected": [user("a"), assistant("b")]}, "'chosen' is empty"),
-    ("pair", {"margin": "wide"}, "'margin' is 'wide', no finite number"),
-    ("pair", {"margin": NAN}, "'margin' is nan, no finite number"),
+    ("pair", {"margin": "wide"}, "'margin' is 'wide', not a finite number"),
+    ("pair", {"margin": NAN}, "'margin' is nan, not a finite number"),
     ("pair", {"margin": -0.5}, "'margin' is -0.5: the chosen response would be the worse one"),
-    ("list", {"responses": ["a"], "scores": [1]}, "'responses' has one response"),
+    ("list", {"responses": ["a"], "scores": [1]}, "'responses' has a single response"),
     ("list", {"responses": []}, "'responses' is empty"),
-    ("list", {"responses": "a, b"}, "'responses' is no list"),
+    ("list", {"responses": "a, b"}, "'responses' is not a list"),
     ("list", {"responses": ["a", "", "c"]}, "'responses' 2 is empty"),
     ("list", {"responses": ["a", "b", {}]}, "'responses' 3 is neither text nor a list of messages"),
     ("list", {"scores": [1, 2]}, "'scores' has 2 values for the 3 of 'responses'"),
     ("list", {"scores": [2, 2, 2.0]}, "'scores' are all equal"),
-    ("list", {"scores": 3}, "'scores' is no list"),
-    ("list", {"scores": [1, INFINITE, 2]}, "'scores' 2 is inf, no finite number"),
-    ("list", {"scores": [1, 2, "3"]}, "'scores' 3 is '3', no finite number"),
+    ("list", {"scores": 3}, "'scores' is not a list"),
+    ("list", {"scores": [1, INFINITE, 2]}, "'scores' 2 is inf, not a finite number"),
+    ("list", {"scores": [1, 2, "3"]}, "'scores' 3 is '3', not a finite number"),
     ("list", {"responses": ["a", "b", "a"], "scores": [1, 1, 2]}, "'responses' 1 and 3 are equal"),
     ("list", {"responses": ["a", "a"], "scores": None}, "'responses' 1 and 2 are equal"),
     ("steps", {"labels": [1]}, "'labels' has 1 values for the 2 of 'steps'"),
-    ("steps", {"labels": [1, None]}, "'labels' 2 is None, no finite number"),
+    ("steps", {"labels": [1, None]}, "'labels' 2 is None, not a finite number"),
     ("steps", {"labels": None}, "'labels' is empty"),
     ("steps", {"steps": ["one", " "]}, "'steps' 2 is empty"),
-    ("steps", {"steps": ["one", 2]}, "'steps' 2 is no text"),
+    ("steps", {"steps": ["one", 2]}, "'steps' 2 is not text"),
     ("steps", {"steps": [], "labels": []}, "'steps' is empty"),
-    ("steps", {"steps": "one\ntwo"}, "'steps' is no list"),
-    ("point", {"score": "high"}, "'score' is 'high', no finite number"),
-    ("point", {"score": -INFINITE}, "'score' is -inf, no finite number"),
-    ("point", {"score": HUGE}, "no finite number"),
+    ("steps", {"steps": "one\ntwo"}, "'steps' is not a list"),
+    ("point", {"score": "high"}, "'score' is 'high', not a finite number"),
+    ("point", {"score": -INFINITE}, "'score' is -inf, not a finite number"),
+    ("point", {"score": HUGE}, "not a finite number"),
     ("point", {"response": ""}, "'response' is empty"),
     ("label", {"label": 2}, "'label' is 2, neither true or false nor 1 or 0"),
     ("label", {"label": "true"}, "'label' is 'true', neither"),
@@ -367,15 +367,15 @@ def test_a_missing_column_names_the_nearest(tmp_path, row, message):
 )
 def test_rows_are_of_one_kind(tmp_path, first, other):
     rows = [*asked(KINDS[first], 3), {"prompt": "x", **KINDS[other]}]
-    with pytest.raises(UserError, match=rf"a.jsonl:4 is a {other} \('.*a.jsonl:1 a {first} \('") as error:
+    with pytest.raises(UserError, match=rf"a.jsonl:4 is a {other} \('.*a.jsonl:1 is a {first} \('") as error:
         built(tmp_path, rows)
     assert "data.prepare" in str(error.value)
     held_out = write(tmp_path / "b.jsonl", asked(KINDS[other], 2))
-    with pytest.raises(UserError, match=rf"b.jsonl:1 is a {other} .*a.jsonl:1 a {first}"):
+    with pytest.raises(UserError, match=rf"b.jsonl:1 is a {other} .*a.jsonl:1 is a {first}"):
         built(tmp_path, asked(KINDS[first], 3), eval_path=held_out)
     columns = {name: None for row in (KINDS[first], KINDS[other]) for name in row}  # as a data set has them
     datasets.Dataset.from_list([columns | row for row in rows]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=rf"saved:train:4 is a {other} .*saved:train:1 a {first}"):
+    with pytest.raises(UserError, match=rf"saved:train:4 is a {other} .*saved:train:1 is a {first}"):
         build_task(DataConfig(task="hub", path=str(tmp_path / "saved")), preferences=True)
 
 
@@ -435,10 +435,10 @@ def test_what_is_no_preference_is_refused():
     one, other = Judged("a", 1), Judged("b", 0)
     for kind, judged, problem in [
         ("pair", (one,), "has 1 responses"),
-        ("pair", (other, one), "score is not the higher one"),
-        ("list", (one, one), "nothing but equal scores"),
+        ("pair", (other, one), "score is not higher"),
+        ("list", (one, one), "only equal scores"),
         ("list", (one,), "has 1 responses"),
-        ("list", (one, Judged("x", NAN)), "no finite number"),
+        ("list", (one, Judged("x", NAN)), "not a finite number"),
         ("point", (one, other), "has 2 responses"),
         ("label", (), "has 0 responses"),
         ("steps", (one,), "has no steps"),
@@ -446,7 +446,7 @@ def test_what_is_no_preference_is_refused():
     ]:
         with pytest.raises(UserError, match=problem):
             Preference(kind, judged)
-    with pytest.raises(UserError, match="no finite number"):
+    with pytest.raises(UserError, match="not a finite number"):
         Preference("pair", (one, other), margin=INFINITE)
     task = build_task(DataConfig(task=f"{__file__}:Wrong"))
     with pytest.raises(UserError, match=r"Wrong.comparison gives \('good', 'bad'\), no Preference"):

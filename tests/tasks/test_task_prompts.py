@@ -123,7 +123,7 @@ def test_number_zigzag_has_prompts_with_several_right_answers():
     wrong = build_task(DataConfig(task="number_zigzag", options={"corrupt": 1}))
     assert not any(wrong.rewards(p, wrong.demonstration(p, rng))["correct"] for p in prompts)
     assert not {p.text for p in prompts} & {p.text for p in task.prompts("eval")[:300]}
-    with pytest.raises(UserError, match="6 different numbers of 0 to 3 are too many; raise max_value"):
+    with pytest.raises(UserError, match="there are not 6 different numbers from 0 to 3; raise max_value"):
         build_task(DataConfig(task="number_zigzag", options={"max_value": 3}))
 
 

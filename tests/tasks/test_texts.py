@@ -120,7 +120,7 @@ def test_texts_without_a_label_are_skipped_and_others_are_held_out_in_pieces(cap
     with caplog.at_level(logging.WARNING):
         stream = PromptStream(Texts(["1", "1 2 3"]), form(silent), 8, 8, seed=0)
         assert len(drawn(stream, 3)) == 3 and stream.skipped == {"0"}
-    assert any("text 0 skipped: it has no token that another one predicts" in message for message in caplog.messages)
+    assert any("text 0 skipped: it needs at least two tokens" in message for message in caplog.messages)
     found = held_out_demonstrations(Texts(["1 2 3 4 5", "7"]).prompts("eval"), form(numbers_tokenizer(64)), 4)
     assert [len(one.tokens) for one in found] == [4, 4, 3] and not caplog.messages[1:]
 
@@ -160,7 +160,7 @@ def test_rows_with_a_response_stay_demonstrations(tmp_path):
 
 
 def test_bad_texts_are_skipped_and_named(tmp_path, caplog):
-    bad = {"'text' is empty": ["", " \n", None], "'text' is no text": [3, ["a"]], "surrogates not allowed": ["\ud800"]}
+    bad = {"'text' is empty": ["", " \n", None], "'text' is not text": [3, ["a"]], "surrogates not allowed": ["\ud800"]}
     lines = [{"text": value} for values in bad.values() for value in values]
     with caplog.at_level(logging.WARNING):
         task = build(tmp_path, [*lines[:4], *({"text": f"good {i}"} for i in range(9))])

@@ -48,7 +48,7 @@ def test_prompts_of_a_task_set(monkeypatch):
 
 
 def test_bad_configs_are_named(tmp_path):
-    with pytest.raises(UserError, match="wants the name of a task set"):
+    with pytest.raises(UserError, match="needs the name of a task set"):
         build_task(DataConfig(task="verifiers"))
     with pytest.raises(UserError, match=r"there is no .*nowhere; tools/setup.sh --verifiers makes"):
         build_task(DataConfig(task="verifiers:letters", options={"python": str(tmp_path / "nowhere")}))

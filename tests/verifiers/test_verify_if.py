@@ -267,7 +267,7 @@ def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
     ("instructions", "problem"),
     [
         ({"keywords:existance": {}}, "has no instruction 'keywords:existance'; did you mean 'keywords:existence'"),
-        ({"count:numbers": {}}, "count:numbers: if-verifiable would draw another 'N' than None at random"),
+        ({"count:numbers": {}}, "count:numbers: if-verifiable would draw 'N' at random, not use None"),
         (
             {
                 "repeat:repeat_span": {
@@ -276,7 +276,7 @@ def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
                     "n_end": 2,
                 }
             },
-            "would draw another 'n_start' than 0 at random",
+            "would draw 'n_start' at random, not use 0",
         ),
         ({"combination:repeat_prompt": {}}, "combination:repeat_prompt: prompt_to_repeat must be set"),
         ({"count:numbers": {"M": 3}}, "count:numbers: .*unexpected keyword argument 'M'"),

@@ -1,1 +1,1 @@
-"""Scripts that run in the sandbox, in its own Python, which has nothing of this package: each is read as text."""
+"""Scripts that run in the sandbox, in a Python without this package. They are read as text."""

@@ -1,4 +1,4 @@
-"""In the sandbox, behind values.py: loads a program that a model wrote, and does what the judge asks of it."""
+"""Script in the sandbox, appended to values.py: loads a program by a model, and answers the requests of the tests."""
 
 # ruff: noqa: F821
 # pyright: reportUndefinedVariable=false
@@ -16,11 +16,11 @@ import types
 from typing import Any
 
 MOST_PRINTED = 2**20
-"""Bytes of what a call prints that are sent."""
+"""Largest number of printed bytes of a call that are sent."""
 
 
 def main(source: str) -> None:
-    """Answer requests until there are no more. Results, exceptions and changed arguments go back as plain values."""
+    """Answer requests until there are no more. Results, exceptions and changed arguments are returned as plain values."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
@@ -32,7 +32,7 @@ def main(source: str) -> None:
     copies: dict[int, Any] = {}
     exceptions: dict[str, type[BaseException]] = {}
     module = types.ModuleType(PROGRAM)
-    sys.modules[PROGRAM] = module  # dataclasses look their own module up
+    sys.modules[PROGRAM] = module  # dataclasses look up their own module
     scope = module.__dict__
 
     def keep(value: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def main(source: str) -> None:
         return lambda *args: call_back(number, args)
 
     def copy_of(found: dict[str, Any]) -> Any:
-        """An object like one of the tests, of the program's class of that name where there is one."""
+        """Return a copy of an object of the tests, as the program's class of the same name, if there is one."""
         if "class" in found:
             kind = scope.get(found["class"])
             if not isinstance(kind, type):
@@ -105,7 +105,7 @@ def main(source: str) -> None:
             return asyncio.run(target)
         if kind == "iterate":
             return iter(target)
-        return [*itertools.islice(target, 1)]  # its next value, or none
+        return [*itertools.islice(target, 1)]  # its next value; empty at the end
 
     def reply_to(asked: dict[str, Any]) -> dict[str, Any]:
         if asked["ask"] != "call":
@@ -122,7 +122,7 @@ def main(source: str) -> None:
         return text
 
     def serve() -> Any:
-        """Answer requests until a value comes, or an exception, of a function that was called back."""
+        """Answer requests until the result or the exception of a function that was called back arrives."""
         while True:
             asked = receive(requests)
             if "raises" in asked:
@@ -144,9 +144,9 @@ def main(source: str) -> None:
 
 
 def run(source: str, stdin: str) -> str:
-    """The program's output, run as a script with that input, in a process of its own.
+    """Run the program as a script with the given input, in a process of its own, and return its output.
 
-    Errors: RuntimeError where it fails.
+    Errors: RuntimeError if it fails.
     """
     reading, writing = os.pipe()
     given = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
@@ -174,7 +174,7 @@ def run(source: str, stdin: str) -> str:
 
 
 def status_of(source: str) -> int:
-    """The exit status of a script that runs in this process, with its threads and what it does at its exit."""
+    """Run a script in this process, with its threads and exit functions, and return its exit status."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     status = 0
@@ -182,7 +182,7 @@ def status_of(source: str) -> int:
         exec(compile(source, "program.py", "exec"), module.__dict__)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as Python does at its end
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # Python does this at its own end
     atexit._run_exitfuncs()
     sys.stdout.flush()
     return status

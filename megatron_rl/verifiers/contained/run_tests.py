@@ -1,7 +1,7 @@
-"""In the sandbox, behind values.py: runs the tests of a program that lives in another container, and says what became of them.
+"""Script in the sandbox, appended to values.py: runs tests of a program in another container, and reports the verdict.
 
-The program's functions are asked over a pipe. What comes back is of the built-in types exactly, or an object that stays there
-and is equal to nothing else: so whatever a program does to its own interpreter, the comparisons are made here.
+The tests call the program's functions over a pipe. Results are exactly of the built-in types, or references to objects that
+stay in the program and equal nothing else. So all comparisons are made here, whatever a program does to its interpreter.
 """
 
 # ruff: noqa: F821
@@ -21,17 +21,17 @@ from typing import Any
 
 
 class Remote:
-    """An object of the program: it can be called, asked for attributes and gone through.
+    """An object of the program, with calls, attributes and iteration.
 
-    What is in it is compared here, by going through all of it. mixed: it came from an operator between an object and a value
-    of the tests, so whether it is true would be a comparison with that value, and is not asked for.
+    Its content is compared here, element by element. mixed: True for the result of an operator between an object and a value of
+    the tests. Its truth would be a comparison with that value, so the program is not asked for it.
     """
 
     def __init__(self, number: int, *, mixed: bool = False) -> None:
         self.__dict__.update(_number=number, _mixed=mixed)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """The value of a call, which the program makes."""
+        """Call the object in the program and return the result."""
         return LINK.call(self._number, args, named)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +48,7 @@ class Remote:
         return LINK.operate("truth", self)
 
     def __eq__(self, other: Any) -> bool:
-        """Two objects are equal where the program says it, and they hold the same; one that holds values is compared here."""
+        """Compare two objects by the program's answer and by their attributes. A container of values is compared here."""
         if isinstance(other, Remote):
             if self._mixed or other._mixed:
                 return False
@@ -71,7 +71,7 @@ class Remote:
         return self._special("__enter__")
 
     def __exit__(self, *error: object) -> None:
-        """Never hides an error: it is the test's own."""
+        """Leave the context. It never hides an error, because the error is the test's own."""
         self._special("__exit__", None, None, None)
 
     def __iter__(self) -> Any:
@@ -86,7 +86,7 @@ class Remote:
     def _special(self, name: str, *args: Any) -> Any:
         try:
             method = LINK.ask("attribute", object=self._number, name=name)
-        except AttributeError as error:  # for which list() and others would not look
+        except AttributeError as error:  # list() and other functions do not expect an AttributeError
             raise TypeError(str(error)) from None
         return method(*args)
 
@@ -113,7 +113,7 @@ class Remote:
 
 
 def operation(name: str, *, turned: bool = False) -> Callable[..., Any]:
-    """A method for an operator. Of an object and a value of the tests only objects come, so no comparison is the program's."""
+    """Return a method for an operator. With a value of the tests it returns only objects, so the program compares nothing."""
 
     def method(self: Remote, *other: Any) -> Any:
         found = LINK.operate(name, *((*other, self) if turned else (self, *other)))
@@ -143,14 +143,14 @@ class Link:
         self.calls = 0
         self.lock = threading.RLock()  # for tests with threads
         self.sent: dict[int, Any] = {}
-        """Objects of the tests, which are kept: or else another one could get a number that is taken."""
+        """Objects of the tests. They are kept, because otherwise another object could get the same id."""
         self.sending: set[int] = set()
-        """Numbers of those in the message that is being made."""
+        """Ids of the objects in the message that is being built."""
         self.compared: set[frozenset[int]] = set()
-        """Pairs of objects whose comparison is under way: lists may lead back to where they began."""
+        """Pairs of objects that are being compared: lists may contain themselves."""
 
     def keep(self, value: Any) -> dict[str, Any]:
-        """The message that stands for a test's own object: functions can be called back."""
+        """Return the message that stands for an object of the tests. Functions can be called back."""
         if isinstance(value, Remote):
             return {TAG: "object", "v": value._number}
         if not callable(value) and type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
@@ -167,7 +167,7 @@ class Link:
         return {TAG: "function", "v": len(self.functions) - 1}
 
     def parts_of(self, value: Any) -> dict[str, Any]:
-        """Parts of an object of a test's class, for a program to copy: once in a message, in which it may be again."""
+        """Return the parts of an object of a test's class for a program to copy. Its parts occur once in a message."""
         message = {TAG: "made", "v": id(value)}
         if id(value) not in self.sending:
             self.sending.add(id(value))
@@ -184,7 +184,7 @@ class Link:
         return message
 
     def kept(self, found: dict[str, Any]) -> Any:
-        """An object of the program's."""
+        """Return the object for a reference of the program."""
         if found.get(TAG) == "exception":
             return exception(found.get("v"), self.exceptions)
         if found.get(TAG) not in ("object", "coroutine") or type(found.get("v")) is not int:
@@ -192,16 +192,16 @@ class Link:
         return Remote(found["v"]) if found[TAG] == "object" else self.awaited(found["v"])
 
     async def awaited(self, number: int) -> Any:
-        """The result of a coroutine of the program's."""
+        """Return the result of a coroutine of the program."""
         return self.ask("await", object=number)
 
     def operate(self, name: str, *args: Any) -> Any:
-        """The result of an operator or a function of Python's in the program."""
+        """Return the result of an operator, or of a function of Python, that the program computes."""
         self.sending.clear()
         return self.ask("operate", name=name, args=[encode(arg, self.keep) for arg in args])
 
     def hold_the_same(self, one: int, other: int) -> bool:
-        """Tell whether two objects of the program's have equal attributes: a program may say that all it has is equal."""
+        """Return True if two objects of the program have equal attributes. A program's own comparison may always say equal."""
         pair = frozenset((one, other))
         if len(pair) == 1 or pair in self.compared:
             return True
@@ -212,13 +212,13 @@ class Link:
             self.compared.discard(pair)
 
     def ask(self, what: str, **more: Any) -> Any:
-        """The value of a reply. Errors: the exception that the program raised; Gone where it has ended."""
+        """Send a request and return the value of the reply. Errors: the program's exception; Gone if it has ended."""
         return decode(self._reply({"ask": what, **more})["value"], self.kept)
 
     def call(self, number: int, args: tuple, named: dict[str, Any]) -> Any:
-        """Call an object of the program. Where it gives None, a list, dictionary or set that it changed is changed here too.
+        """Call an object of the program. If it returns None, changes that it made to arguments (list, dict, set) are copied.
 
-        Where it gives a value they are left alone: or else a program could change what a test compares its value with.
+        If it returns a value, arguments stay unchanged: otherwise a program could change what a test compares the value with.
         """
         self.calls += 1
         self.sending.clear()
@@ -246,7 +246,7 @@ class Link:
         while True:
             reply = receive(self.replies)
             if isinstance(printed := reply.get("printed"), str):
-                sys.stdout.write(printed)  # for tests that look at it
+                sys.stdout.write(printed)  # for tests that check the output
             if "raises" in reply:
                 kind = exception(reply["raises"], self.exceptions)
                 raise kind(*decode(reply.get("args", []), self.kept))
@@ -262,7 +262,7 @@ class Link:
         try:
             return {"value": encode(self.functions[number](*args), self.keep)}
         except AssertionError:
-            raise  # the test's own: a program must not be able to catch it
+            raise  # the test's own error, which a program must not be able to catch
         except Exception as error:
             if type(error).__module__ == "__main__":
                 self.exceptions[type(error).__name__] = type(error)
@@ -270,7 +270,7 @@ class Link:
 
 
 def check(source: str, entry: str | None, names: list[str]) -> None:
-    """Run tests written in Python: asserts, `check(candidate)`, test functions and classes. Errors: what a test raises."""
+    """Run tests in Python: asserts, `check(candidate)`, test functions and classes. Errors: any exception of a test."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     if "numpy" in source:
@@ -282,10 +282,10 @@ def check(source: str, entry: str | None, names: list[str]) -> None:
             scope[name] = LINK.ask("name", name=name)
         except KeyError:
             continue
-        LINK.calls += not isinstance(scope[name], Remote | type)  # a value that the tests look at
+        LINK.calls += not isinstance(scope[name], Remote | type)  # a value that the tests use counts as a call
     try:
         exec(compile(ast.parse(source, "tests.py"), "tests.py", "exec"), scope)
-    except SystemExit as end:  # of unittest.main()
+    except SystemExit as end:  # from unittest.main()
         if end.code or type(end) is not SystemExit:
             raise
     own = {name: value for name, value in scope.items() if name not in names}
@@ -309,7 +309,7 @@ def check(source: str, entry: str | None, names: list[str]) -> None:
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """The result of numpy's allclose for numbers, and for lists of them of the same length."""
+    """Return the result of numpy's allclose, for numbers and for lists of numbers with equal lengths."""
     if isinstance(expected, list | tuple):
         lists = isinstance(found, list | tuple) and len(found) == len(expected)
         return lists and all(close(one, other, rtol, atol) for one, other in zip(found, expected, strict=True))
@@ -319,7 +319,7 @@ def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8) -> 
 
 
 def run_test(test: Callable[[], Any]) -> None:
-    """Run a test function, also an asynchronous one."""
+    """Run a test function, which may be asynchronous."""
     if isinstance(result := test(), types.CoroutineType):
         import asyncio
 
@@ -327,7 +327,7 @@ def run_test(test: Callable[[], Any]) -> None:
 
 
 def run_tests_of(kind: type) -> None:
-    """Run the tests of a class as pytest does, each with an object of its own."""
+    """Run the tests of a class as pytest does, each with its own object."""
     for name in [name for name in dir(kind) if name.startswith("test")]:
         one = kind()
         if (before := getattr(one, "setup_method", None)) is not None:
@@ -336,7 +336,7 @@ def run_tests_of(kind: type) -> None:
 
 
 def compare(cases: list, name: str | None) -> None:
-    """Compare what the program gives for inputs with the outputs. Errors: AssertionError where they differ."""
+    """Compare the program's results for inputs with the outputs. Errors: AssertionError if they differ."""
     function = LINK.ask("name", name=name) if name else None
     for given, expected in cases:
         if function is None:
@@ -349,7 +349,7 @@ def compare(cases: list, name: str | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
+    """Convert tuples to lists, as in JSON."""
     if isinstance(value, Remote):
         value = LINK.ask("plain", object=value._number)
     if isinstance(value, list | tuple):
@@ -358,7 +358,7 @@ def plain(value: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Tell whether two values are equal; numbers with a point to nine digits."""
+    """Return True if two values are equal; floats are compared to nine digits."""
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(found, int | float) and not isinstance(found, bool) and isinstance(expected, float):
@@ -367,13 +367,13 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def same_text(found: str, expected: str) -> bool:
-    """Tell whether two outputs are the same word by word; numbers with a point to nine digits."""
+    """Return True if two outputs are equal word by word; numbers with a decimal point are compared to nine digits."""
     words = [text.split() for text in (found, expected)]
     return len(words[0]) == len(words[1]) and all(map(same_word, *words))
 
 
 def same_word(found: str, expected: str) -> bool:
-    """See `same_text`."""
+    """Compare two words; see `same_text`."""
     if found == expected or "." not in expected:
         return found == expected
     try:
@@ -383,7 +383,7 @@ def same_word(found: str, expected: str) -> bool:
 
 
 def main(tests: dict[str, Any]) -> None:
-    """Write the verdict to the standard error; a program that was never asked has not been tested."""
+    """Run the tests and write the verdict to standard error. If the tests never call the program, they do not pass."""
     global LINK
     LINK = Link()
     nothing, verdict = os.open("/dev/null", os.O_RDWR), os.dup(2)

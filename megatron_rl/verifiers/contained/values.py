@@ -1,4 +1,4 @@
-"""Plain values over a pipe, as a line of JSON each; what is no plain value stays where it is and is named by a number."""
+"""Plain values over a pipe, one line of JSON each. Other values stay on their side, and a number stands for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24
-"""Longest line that is read."""
+"""Longest line in bytes that is read."""
 TAG = "%"
 STANDARD = {
     "Fraction": "fractions",
@@ -17,26 +17,26 @@ STANDARD = {
     **dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime"),
     **dict.fromkeys(("deque", "Counter", "OrderedDict"), "collections"),
 }
-"""Classes of the standard library -> their module, which is imported where one comes."""
+"""{class of the standard library: module}. The module is imported when a value of the class arrives."""
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "deque": list,
     "Counter": dict,
     "OrderedDict": dict,
     "timedelta": lambda gap: gap // gap.resolution,
 }
-"""The form of a value of theirs in a message, where it is not its text."""
+"""{class: function from a value to its form in a message}, for classes that are not sent as text."""
 PROGRAM = "program"
-"""Module of what a program defines."""
+"""Name of the module of a program's definitions."""
 CONTROL = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
-"""Exceptions that would end a loop of the other side without a word."""
+"""Exceptions that would silently end a loop of the other side."""
 
 
 class Gone(BaseException):
-    """The other side has ended, or does not keep to the form. No test that expects an exception means this one."""
+    """Raised if the other side has ended or sends invalid data. Tests that expect an exception must not catch it."""
 
 
 def send(stream: BinaryIO, message: Any) -> None:
-    """Write a message of JSON's values. Errors: Gone where nobody reads."""
+    """Write a message of JSON values. Errors: Gone if the other side does not read."""
     try:
         stream.write(json.dumps(message).encode() + b"\n")
         stream.flush()
@@ -45,7 +45,7 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 
 def receive(stream: BinaryIO) -> dict[str, Any]:
-    """Read a message. Errors: Gone where there is none."""
+    """Read a message. Errors: Gone if there is none."""
     line = stream.readline(MOST_BYTES)
     if not line.endswith(b"\n"):
         raise Gone("nothing more came, or too much")
@@ -59,9 +59,9 @@ def receive(stream: BinaryIO) -> dict[str, Any]:
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """A value in JSON's. keep: what stands for one that is not plain.
+    """Encode a value as JSON values. keep: function that returns a stand-in for a value that is not plain.
 
-    Subclasses are sent as what they derive from; lists, dictionaries and the like of a program's own class are not plain.
+    Subclasses are encoded as their built-in base class. Containers of a program's own class are not plain.
     """
     kind = type(value)
     if STANDARD.get(kind.__name__) == kind.__module__:
@@ -93,9 +93,9 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(found: Any, kept: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value that was encoded, of exactly the built-in types. kept: what an unknown tag is.
+    """Decode a value to exactly the built-in types. kept: function that returns the value for an unknown tag.
 
-    Errors: Gone for another form.
+    Errors: Gone for invalid data.
     """
     if isinstance(found, list):
         return [decode(item, kept) for item in found]
@@ -128,15 +128,15 @@ def decode(found: Any, kept: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def raised(error: BaseException, keep: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message for an exception: the names of its classes, and its arguments that are plain."""
+    """Return the message for an exception: the names of its classes, and its plain arguments."""
     plain = [arg for arg in error.args if isinstance(arg, int | float | str)]
     return {"raises": [base.__name__ for base in type(error).__mro__], "args": [encode(arg, keep) for arg in plain]}
 
 
 def exception(names: Sequence[str], known: dict[str, type[BaseException]]) -> type[BaseException]:
-    """The class for the names of an exception's classes: one that is known or built in, or is made, and known from then on.
+    """Return the exception class for the names of an exception's classes: a known one, a built-in one, or a new one.
 
-    That of an exit is always made, so that it is not taken for one of our own.
+    New classes are added to `known`. SystemExit always gets a new class, so that it cannot end this process.
     """
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise Gone("an exception without a name")

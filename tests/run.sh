@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up, runs the tests, and checks the scripts, the style, the types and the order of imports beside their first
-# minutes. Arguments go to pytest. As the first one, --all has also the long variants of tests (LONG in tests/conftest.py), and
-# --fast leaves out servers, several processes and compilers: what remains is for while one edits.
+# Sets everything up and runs the tests. Beside the tests' first minutes it checks scripts, style, spelling, types and the order of
+# imports, and builds the site. Arguments go to pytest. The first argument may be --all, which adds the long tests (LONG in
+# tests/conftest.py), or --fast, which leaves out servers, compilers and tests of several processes.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ suites=()
 [[ ${1:-} != --all ]] || suites=(--suites)
 tools/setup.sh --verifiers "${suites[@]}"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules, which the first one is to compile for all
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules; the first one compiles them for all
 bin=$PWD/.venv/bin
 
 check() {
@@ -18,19 +18,20 @@ check() {
     "$bin/shellcheck" --external-sources "${scripts[@]}" || status=1
     "$bin/ruff" check --quiet . || status=1
     "$bin/codespell" || status=1
+    NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --quiet --site-dir .tools/site || status=1
     "$bin/pyright" --project . || status=1
     imports=$("$bin/lint-imports" --no-cache --no-logo) || { echo "$imports"; status=1; }
     return "$status"
 }
 
 found=$(mktemp)
-set -m # a group of their own, which can be ended whole
+set -m # its own process group, so that it can be ended as a whole
 check >"$found" 2>&1 </dev/null &
 checks=$!
 set +m
-trap 'kill -- "-$checks" 2>/dev/null || true; rm -f "$found"' EXIT # a trap that fails would end the script as failed
+trap 'kill -- "-$checks" 2>/dev/null || true; rm -f "$found"' EXIT # a failing trap would make the script fail
 
-# Three files of tests at a time, for two cores: some of them wait, for limits of time or for each other.
+# Three files of tests at a time on two cores: some tests wait for timeouts or for each other.
 case ${1:-} in
     --all) set -- "${@:2}" ;;
     --fast) set -- -m "not slow and not long" "${@:2}" ;;

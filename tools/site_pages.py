@@ -29,6 +29,12 @@ def anchor_of(heading: str, separator: str = "-") -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", separator)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Give headings the anchors that they have on GitHub."""
+    config.mdx_configs["toc"]["slugify"] = anchor_of
+    return config
+
+
 @event_priority(100)  # before the plugin that recognizes notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that mkdocs.yml names, the API reference, and a page for each source that a page links to."""

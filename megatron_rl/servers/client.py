@@ -253,7 +253,7 @@ class SGLangClient:
                 problem = late if error.late else f"{address}: {error}"
             except asyncio.CancelledError:
                 current = asyncio.current_task()
-                if address not in self._down or (current is not None and current.canceling()):
+                if address not in self._down or (current is not None and current.cancelling()):
                     raise
                 problem = self._down[address]
             finally:

@@ -53,6 +53,7 @@ def test_every_cell_runs(stored, tmp_path, monkeypatch):
     program.write_text(f'#!/bin/sh\nexec {PYTHON_WITH_TRAINER} -m megatron_rl.cli "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     work = tmp_path / "work"
     notebook = nbformat.from_dict(stored)
     set_parameters(notebook, WORK=f"Path({str(work)!r})", SFT_STEPS="16", STEPS=str(STEPS), PROMPTS="4")

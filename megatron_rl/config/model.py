@@ -175,7 +175,7 @@ class PrecisionConfig:
 
 @section
 class PruneConfig:
-    """Parts of the model that `megatron-rl prune` removes. (The section pruning is about the vocabulary, in RL.)"""
+    """Parts of the model that `megatron-rl prune` removes. The section pruning is about the vocabulary, in RL."""
 
     layers: Positive | None = None
     """Number of decoder layers to keep: those that change the direction of their input most (block influence)."""

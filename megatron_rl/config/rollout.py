@@ -174,8 +174,9 @@ class RolloutConfig:
 
 @section
 class AgentConfig:
-    """Conversations of several turns with tools (rollout.program: agent). rollout.max_new_tokens limits a whole
-    conversation.
+    """Conversations of several turns with tools (rollout.program: agent).
+
+    rollout.max_new_tokens limits a whole conversation.
     """
 
     dialect: str = "qwen"
@@ -257,7 +258,7 @@ class SyncConfig:
     folder of safetensors. Or your own as `module:name` or `path/to/file.py:name`: a subclass of `Transport`
     (megatron_rl/sync/transport.py)."""
     bucket_mb: PositiveFloat = 256.0
-    """Size of the pieces in which weights are sent, in MB."""
+    """Size of the pieces in which weights are sent, in MiB."""
     adapters: Annotated[Literal["merged", "unmerged"], only_with("lora.rank", example=16)] = "merged"
     """With lora.rank. `merged`: send all weights, with the adapters merged into them. `unmerged`: send only the
     adapters, which servers started with SGLang's --enable-lora apply next to the model. SGLang does not support

@@ -261,8 +261,8 @@ COMMANDS: dict[str, Command] = {
         "megatron_rl.report.page:report_command",
         flags=(
             RUNS,
-            _switch("--attribute", "attribute the mismatch to its sources: score a recorded batch again with one source removed at a"
-                " time, and print the shares. Keys of the run's config can be overridden (--parallel.expert 1)"),
+            _switch("--attribute", "attribute the mismatch to its sources: score a recorded batch again with one source removed"
+                    " at a time, and print the shares. Keys of the run's config can be overridden (--parallel.expert 1)"),
             _number("--step", "recorded step to attribute, counted from 0 (default: the newest)"),
             _number("--nproc", "number of processes on this machine, for --attribute", 1),
         ),

@@ -126,9 +126,7 @@ def is_secret(key: str) -> bool:
 
 
 def hide(text: str) -> str:
-    """Return a message without passwords in URLs, values of keys that are named like secrets, and texts that look
-    like secrets.
-    """
+    """Return a message without secrets: passwords in URLs, values of keys with secret names, texts that look like secrets."""
     return _NAMED.sub(rf"\1{HIDDEN}", _without_secrets(text))
 
 

@@ -74,7 +74,7 @@ class Clock:
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._inside = 0.0
-        """Seconds of the parts that have ended inside the one that is under way."""
+        """Seconds of the finished parts inside the current part."""
         self._trace, self._profiler = trace, None
         if trace:
             self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU if there is one

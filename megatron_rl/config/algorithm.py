@@ -28,8 +28,8 @@ class KLConfig:
     reward."""
     target: Annotated[PositiveFloat | None, only_with(".coefficient", example=0.1)] = None
     """Target of the KL to the reference, in nats per token; a controller adapts the coefficient to reach it (Ziegler et
-    al. 2019). After each step it changes the coefficient by at most 20 % x responses / horizon. The measured KL is that
-    of the sampling policy on its own samples (metric kl/sampled). null: the coefficient is fixed."""
+    al. 2019). After each step it changes the coefficient by at most 20 % x responses / horizon. It measures the KL of
+    the sampling policy on its own samples (metric kl/sampled). null: the coefficient is fixed."""
     horizon: Annotated[Positive, only_with(".target", example=0.1)] = 10_000
     """Number of responses over which the controller of `target` may change the coefficient by 20 %."""
     reference: Annotated[str | None, only_with(".coefficient", example=0.05)] = None

@@ -373,7 +373,7 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
         and "28.99 B of them in experts" in text
     )
     assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
-    assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
+    assert "nothing for the key-value cache" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out
     assert main(["plan", path, "--gpus", "8"]) == 2  # no model.path
     assert main([*given, "--gpus", "0"]) == 2 and "at least one" in capsys.readouterr().err

@@ -30,7 +30,7 @@ GAE = {"algorithm": {"advantage": "gae"}}
 REFUSED = {
     "likelihoods where rewards are learned from": (
         {"eval": {"likelihood": True}},
-        r"eval\.likelihood is of megatron-rl eval.*; set it to false",
+        r"eval\.likelihood works only in megatron-rl eval.*; set it to false",
     ),
     "a hook that there is not": (
         {"hooks": ["megatron_rl.hooks.guards:OnPolice"]},
@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "one left out": (
         {"correction": {"mode": "truncate", "high": 0.2}},
-        "leave out a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
+        "exclude a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
     ),
     "truncated below": (
         {"correction": {"mode": "truncate", "low": 0.5, "high": 2.0}},
@@ -141,7 +141,7 @@ REFUSED = {
     ),
     "speculation with routes": (
         {"rollout": {"routes": True, "server": {"extra_args": ["--speculative-algorithm=NGRAM"]}}},
-        "speculative decoding, for whose drafts SGLang's record of routes has no room; leave it out",
+        "speculative decoding, whose draft tokens SGLang cannot record routes for; leave it out",
     ),
     "a flag that has a key": (
         {"rollout": {"server": {"extra_args": ["--dtype", "half"]}}},
@@ -258,7 +258,7 @@ REFUSED |= {
     ),
     "vp2o behind a fused router": (
         {**VP2O, "model": {"moe_router_fusion": True}},
-        "does not tell which experts are active together; turn the fusion off",
+        "does not report which experts are active; set moe_router_fusion: false",
     ),
     "outputs that are added up on the way": (
         {**VP2O, "model": {"moe_dispatcher": "allgather"}},
@@ -298,7 +298,7 @@ REFUSED |= {
     ),
     "vp2o's temperature of nothing": (
         {"vp2o": {"enabled": True, "attraction": "mean", "temperature": 2.0}},
-        "temperature with vp2o.attraction: mean and without an absolute repulsion does nothing; set vp2o.repulsion instead",
+        "temperature has no effect with vp2o.attraction: mean and without an absolute repulsion; set vp2o.repulsion instead",
     ),
     "vp2o's mean of one": (
         {"vp2o": {"enabled": True, "attraction": "mean", "neighbors": 1}},
@@ -345,7 +345,7 @@ REFUSED |= {
     ),
     "state on the host of fp32 weights": (
         {"optimizer": {"cpu_offload": 1.0}, "precision": {"train": "fp32"}},
-        "no 16-bit weights whose fp32 copies could be on the host; set precision.train: bf16, or cpu_offload: 0",
+        "only 16-bit weights have fp32 copies to keep on the host; set precision.train: bf16, or cpu_offload: 0",
     ),
     "state on the host and completed weights": (
         {"optimizer": {"cpu_offload": 1.0, "precision_aware": True}},
@@ -353,7 +353,7 @@ REFUSED |= {
     ),
     "an Adam that is not here": (
         {"optimizer": {"precision_aware": True}},
-        "precision_aware needs a GPU and the Adam of Transformer Engine 2.1 .*set it to false, or save by optimizer.cpu_off",
+        "precision_aware needs a GPU and the Adam of Transformer Engine 2.1 .*set it to false, or use optimizer.cpu_off",
     ),
     "completed weights of an optimizer that is not sharded": (
         {"optimizer": {"precision_aware": True}, "parallel": {"distributed_optimizer": False}},
@@ -361,7 +361,7 @@ REFUSED |= {
     ),
     "completed weights in fp32": (
         {"optimizer": {"precision_aware": True}, "precision": {"train": "fp32"}},
-        "there are no 16-bit weights to complete; set precision.train: bf16",
+        "only 16-bit weights lack bits of fp32 weights; set precision.train: bf16",
     ),
     "short moments of an Adam that has none": (
         {"optimizer": {"moments": "bf16"}},
@@ -369,15 +369,15 @@ REFUSED |= {
     ),
     "a preview of what is on the host": (
         {"vp2o": {"enabled": True, "trust_region": 0.1}, "optimizer": {"cpu_offload": 0.5}},
-        "trust_region looks at a step before it is done, .*optimizer.cpu_offload keeps elsewhere; set one of the two",
+        "trust_region previews each update .*optimizer.cpu_offload keeps on the host; set only one of the two",
     ),
     "bf16 gradients of fp32 weights": (
         {"precision": {"train": "fp32", "gradients": "bf16"}},
-        "gradients have the type of the weights, or fp32; set precision.train: bf16, or gradients: fp32",
+        "gradients must have the type of the weights, or fp32; set precision.train: bf16, or gradients: fp32",
     ),
     "vp2o in bf16 sums": (
         {**VP2O, "precision": {"gradients": "bf16"}},
-        "gradients = bf16 with vp2o.enabled, .*set gradients: fp32",
+        "gradients = bf16 with vp2o.enabled: .*set gradients: fp32",
     ),
     "nothing to gather": (
         {"parallel": {"overlap_param_gather": True, "distributed_optimizer": False}},
@@ -385,7 +385,7 @@ REFUSED |= {
     ),
     "vp2o of weights on their way": (
         {**VP2O, "parallel": {"overlap_param_gather": True}},
-        "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
+        "overlap_param_gather with vp2o.enabled: .*set overlap_param_gather: false",
     ),
 }
 AHEAD = {"correction": {"mode": "truncate", "high": 2.0}, "rollout": {"max_staleness": 1}}
@@ -497,7 +497,7 @@ REFUSED |= {
     ),
     "the critic's state on the host": (
         {**GAE, "critic": {"optimizer": {"cpu_offload": 1.0}}, "precision": {"train": "fp32"}},
-        r"no 16-bit weights whose fp32 copies could be on the host.* \(of the critic\)",
+        r"only 16-bit weights have fp32 copies to keep on the host.* \(of the critic\)",
     ),
 }
 HOPPER = Machine((9, 0), None, None, "13.0")
@@ -511,7 +511,7 @@ NO_EXPERTS = {
     "one expert a token": (
         ("qwen3_moe", "--topk", "1"),
         VP2O,
-        "sends a token to one expert, which has nothing to be kept apart from; set vp2o.orthogonality: 0",
+        "sends each token to a single expert, which has no other output to be orthogonal to; set vp2o.orthogonality: 0",
     ),
 }
 
@@ -587,7 +587,7 @@ def test_a_loss_with_another_losss_settings_is_told():
 
     clip, mean = hints(loss="gspo")
     assert "clip_low = 0.2, clip_high = 0.2" in clip and "3e-4 and 4e-4" in clip and "\n" not in clip
-    assert "gspo with aggregation: token_mean" in mean and "(sequence_mean)" in mean
+    assert "gspo with aggregation: token_mean" in mean and "aggregation: sequence_mean" in mean
     own = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"}
     assert hints(loss="gspo", **own) == hints(loss="gspo", **own | {"clip_low": None, "clip_high": None}) == []
     assert len(hints(loss="gspo", **own | {"clip_high": 0.28})) == 1
@@ -640,7 +640,9 @@ def test_refused_at_the_start(case, tiny_model, monkeypatch):
 
 def test_memory_savers_on_a_gpu():
     half, aware = ({"optimizer": keys} for keys in ({"cpu_offload": 0.5}, {"precision_aware": True, "moments": "bf16"}))
-    with pytest.raises(UserError, match="needs Transformer Engine or Apex, .*install one, or set cpu_offload: 1.0"):
+    with pytest.raises(
+        UserError, match="needs the Adam of Transformer Engine or Apex, .*install one of them, or set cpu_offload: 1.0"
+    ):
         refuse(build_config(half), *MEMORY, machine=HOPPER)
     refuse(build_config({"optimizer": {"cpu_offload": 1.0}}), *MEMORY, machine=HOPPER)
     refuse(build_config(half), *MEMORY, machine=replace(HOPPER, fused_adam=True))
@@ -660,7 +662,7 @@ def test_rho_outside_its_interval(rho):
 
 
 def test_min_p_is_the_prunings_rho():
-    with pytest.raises(UserError, match=r"min_p'; that is pruning.rho, with .*leave it out where it is 0"):
+    with pytest.raises(UserError, match=r"min_p'; use pruning.rho with .*leave it out instead of 0"):
         build_config({"rollout": {"sampling": {"min_p": 0.1}}})
 
 
@@ -739,7 +741,9 @@ def test_a_push_ends_within_the_patience_of_the_other_processes(tiny_model, monk
     preflight(config, "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*make the former larger"):
+    with pytest.raises(
+        UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*increase parallel.timeout_s"
+    ):
         preflight(config, "train")
     preflight(config, "sample")
 
@@ -762,9 +766,9 @@ GPU = {
         (9, 0),
         False,
         {},
-        "built without nvcc, for the CPU alone: tools/setup.sh --gpu .*kernels: any",
+        "built without nvcc, only for the CPU: tools/setup.sh --gpu .*kernels: any",
     ),
-    "an old GPU": ((7, 5), True, {}, "compute capability 8.0 and later, this GPU has 7.5; model.kernels: any"),
+    "an old GPU": ((7, 5), True, {}, "compute capability 8.0 or later, and this GPU has 7.5; model.kernels: any"),
     "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "takes heads of 20 .*kernels: any"),
 }
 
@@ -815,9 +819,15 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
             (9, 0),
             "fp32",
             False,
-            r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*auto takes what does",
+            r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*set it to auto",
         ),
-        ("auto", (9, 0), "bf16", True, "= auto: FA4 cannot be used: ModuleNotFoundError.*; torch does without it"),
+        (
+            "auto",
+            (9, 0),
+            "bf16",
+            True,
+            "= auto: FA4 cannot be used: ModuleNotFoundError.*; set it to torch, which does not need it",
+        ),
         (
             "FA3",
             (9, 0),
@@ -847,7 +857,7 @@ def test_a_flash_attention_that_cannot_be_taken_is_refused(
     [
         ({"moe_router_fusion": True}, Machine(None, "2.20.2", None, "13.0"), "needs a GPU and Transformer Engine"),
         ({"moe_router_fusion": True}, Machine((9, 0), None, None, "13.0"), "set it to false, or install it"),
-        ({"moe_dispatcher": "flex"}, Machine((9, 0), "2.20.2", None, "13.0"), "the package deep_ep; take alltoall"),
+        ({"moe_dispatcher": "flex"}, Machine((9, 0), "2.20.2", None, "13.0"), "the package deep_ep; use alltoall"),
     ],
 )
 def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):

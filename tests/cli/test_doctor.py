@@ -92,7 +92,7 @@ def test_flash_attention_4_is_taken_where_the_gpu_is_one_for_it_and_an_error_whe
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
         found = found_of("flash attention")
         assert (found.state, found.found) == ("ok", "torch's own (FlashAttention 2), FA4")
-        assert found.note == f"model.flash_attention: auto takes {taken} here, in bf16"
+        assert found.note == f"model.flash_attention: auto uses {taken} here, in bf16"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     packages({"flash_attn/cute/interface.py": BROKEN})
     sys.modules.pop("flash_attn.cute.interface")
@@ -147,12 +147,12 @@ def test_the_sandbox_is_probed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "state", "words"),
-    [("v1", "ok", "the kernel bounds"), ("v2", "ok", "the kernel bounds"), ("", "missing", "ten times a second")],
+    [("v1", "ok", "the kernel limits"), ("v2", "ok", "the kernel limits"), ("", "missing", "ten times per second")],
 )
 def test_control_groups_are_tried(monkeypatch, version, state, words):
     monkeypatch.setattr(cgroup, "version", lambda: version)
     found = found_of("control groups")
-    assert (found.state, found.found) == (state, version or "none can be made by this user") and words in found.note
+    assert (found.state, found.found) == (state, version or "this user cannot create any") and words in found.note
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_how_scorers_are_isolated(monkeypatch, user, drops, found):
     monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
     monkeypatch.setattr(isolated, "drops_user", lambda: drops)
     monkeypatch.setattr(isolated, "problem", lambda: "")
-    assert found_of("scorers of others").found == found and found_of("scorers of others").state == "ok"
+    assert found_of("third-party scorers").found == found and found_of("third-party scorers").state == "ok"
     monkeypatch.setattr(isolated, "problem", lambda: "do this")
-    assert found_of("scorers of others") == doctor.Finding(
-        "scorers of others", "missing", "reasoning_gym tasks are refused", "do this"
+    assert found_of("third-party scorers") == doctor.Finding(
+        "third-party scorers", "missing", "reasoning_gym tasks are refused", "do this"
     )
 
 

@@ -73,7 +73,7 @@ def test_the_program_lists_its_keys(capsys):
     assert sorted(key for key in listed if ".NAME." not in key) == sorted(key_paths())
     assert cli.main(["keys", "checkpoint.keep"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("checkpoint.keep: 2") and "Newest complete checkpoints" in lines[1]
+    assert lines[0].startswith("checkpoint.keep: 2") and "newest complete checkpoints" in lines[1]
     assert [line for line in lines if line.startswith("checkpoint.keep_best")]
     assert cli.main(["keys", "checkpoint.kep"]) == 2
     assert "no key begins with 'checkpoint.kep'; did you mean 'checkpoint.keep'?" in capsys.readouterr().err
@@ -134,9 +134,9 @@ OF_COMMANDS = {
         "a level of nothing": (["--correction.level", "sequence"], "correction.level = sequence does nothing"),
         "a misspelled loss": (["--algorithm.loss", "gsop"], "there is no loss 'gsop'; did you mean 'gspo'"),
         "a misspelled advantage": (["--algorithm.advantage", "grop"], "no advantage 'grop'; did you mean 'grpo'"),
-        "a group of one": (["--batch.samples_per_prompt", "1"], "leaves a response nothing to be compared with"),
+        "a group of one": (["--batch.samples_per_prompt", "1"], "leaves no other response to compare with"),
         "gae's key": (["--algorithm.lam", "0.5"], "algorithm.lam = 0.5 does nothing"),
-        "staleness without correction": (["--rollout.max_staleness", "1"], "nothing corrects for it"),
+        "staleness without correction": (["--rollout.max_staleness", "1"], "without a correction"),
         "a program that there is not": (
             ["--rollout.program", "agnet"],
             "no rollout program 'agnet'; did you mean 'agent'",

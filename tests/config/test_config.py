@@ -138,10 +138,10 @@ def test_overrides_win_over_the_file_and_floats_may_lack_a_dot(tmp_path):
 
 
 UNREADABLE = {
-    "latin-1": ("name: läuf\n".encode("latin-1"), "no text in UTF-8"),
-    "UTF-16": ("steps: 3\n".encode("utf-16"), "no text in UTF-8"),
-    "nothing": (b"", "it is empty"),
-    "comments": (b"# steps: 3\n", "it is empty"),
+    "latin-1": ("name: läuf\n".encode("latin-1"), "not text in UTF-8"),
+    "UTF-16": ("steps: 3\n".encode("utf-16"), "not text in UTF-8"),
+    "nothing": (b"", "the file is empty"),
+    "comments": (b"# steps: 3\n", "the file is empty"),
     "a list": (b"- steps: 3\n", "but a list"),
     "an empty list": (b"[]\n", "but a list"),
     "a text": (b"hello\n", "but a str"),

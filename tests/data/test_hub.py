@@ -366,7 +366,7 @@ def test_processes_that_found_different_commits_are_told():
     for place in model_places(first):
         text = model_places(first)[place]
         other = replaced(first, place, text.replace(FIRST, SECOND))
-        with pytest.raises(UserError, match=f"{SECOND}, and the first one {text}; name one of the two commits"):
+        with pytest.raises(UserError, match=f"{SECOND}, and the first process {text}; name one of the two commits"):
             check_alike(model_places(other), model_places(first))
 
 
@@ -397,4 +397,4 @@ def test_a_run_learns_from_what_was_downloaded_and_goes_on_with_the_same_commit(
             assert f"path: some/model@{FIRST}" in (tmp_path / "run" / "config.yaml").read_text()
             commits["main"] = SECOND
             folders(tmp_path, "some/model", url=served.url)  # somebody else gets the newer one
-    assert "resumed at step 1" in log.read_text() and "config keys that differ" not in log.read_text()
+    assert "resumed at step 1" in log.read_text() and "config keys that changed" not in log.read_text()

@@ -170,7 +170,7 @@ def test_what_is_not_there_is_not_removed(found):
     assert routes.kl is not None
     [gates] = [s for s in found["routes"].sources if s.name == "gates"]
     assert gates.kl is None and gates.removed_by == "not recorded: set rollout.gates: true"
-    assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
+    assert precision.kl is None and precision.removed_by == "the run already trains in fp32"
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_a_server_that_asks_for_another_key_is_named_with_the_remedy(serve, join
         servers.wait_ready()
     assert f"; {address} {wrong}" in str(error.value)
     assert said == [f"rollout: {address} is not used: it {wrong}"]
-    with pytest.raises(WrongKey, match="it asks for another key"):
+    with pytest.raises(WrongKey, match="the server expects another key"):
         server_of(address, "wrong")
 
 

@@ -160,7 +160,7 @@ BAD = {
         "lora": {"rank": 3},
         "parallel": {"tensor": 2, "expert_tensor": 1},
     },
-    r"lora\.kind = dora has no form for .*experts": {"lora": {"rank": 4, "kind": "dora"}},
+    r"lora\.kind = dora does not support .*experts": {"lora": {"rank": 4, "kind": "dora"}},
     r"lora\.kind = dora with parallel\.tensor = 2": {
         "lora": {"rank": 4, "kind": "dora"},
         "parallel": {"tensor": 2, "expert_tensor": 1},

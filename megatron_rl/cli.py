@@ -339,8 +339,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-rl",
         usage="megatron-rl [--help] [--version] COMMAND ...",
-        description="megatron-rl trains language models by reinforcement learning, in particular Mixture-of-Experts"
-        " models:\nMegatron-Core trains, SGLang samples.",
+        description="megatron-rl trains language models by reinforcement learning, in particular\nMixture-of-Experts"
+        " models: Megatron-Core trains, SGLang samples.",
         epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -93,7 +93,7 @@ def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) 
                 f" {_key(place)}: {text}@main"
             ) from None
         if place[0] not in ("lora", "rollout") and not of_server and not (Path(folder) / "config.json").is_file():
-            raise UserError(f"model folder {folder}: it has no config.json (config: {_key(place)})")
+            raise UserError(f"model folder {folder} has no config.json (config: {_key(place)})")
         config = _replaced(config, place, folder)
     return config
 

@@ -77,7 +77,7 @@ class LoRAConfig:
     """`lora` (Hu et al. 2021), or `dora` (Liu et al. 2024), which also trains the norm of each row of the weights
     separately."""
     path: str | None = None
-    """Folder with initial adapters in PEFT's format. By default B is zero, so that training starts from the model
+    """Folder in PEFT's format with initial adapters. By default B is zero, so that training starts from the model
     itself."""
 
 

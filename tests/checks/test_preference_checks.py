@@ -115,7 +115,7 @@ REFUSED = {
             ),
             "without its key": (
                 {"api_key": "env:NOWHERE_AT_ALL"},
-                r"judges\.wise\.api_key: the environment has no NOWHERE",
+                r"judges\.wise\.api_key: the environment variable NOWHERE",
             ),
         }.items()
     },
@@ -127,7 +127,7 @@ REFUSED = {
                 "judges": {"wise": {"address": "http://host:1/v1", "model": "m"}},
             }
         },
-        r"rewards\.judges\.wise: rewards\.models has a part of that name",
+        r"rewards\.judges\.wise: rewards\.models has a part with this name",
     ),
     "all too long": (
         "train",
@@ -153,23 +153,23 @@ def test_refused(case, tiny_model):
             REWARD,
             "cross_entropy",
             "pair",
-            "labels, scores or steps, and the data has pairs: set reward_model.loss: bradley_terry",
+            "labels, scores or steps, but the data has pairs: set reward_model.loss: bradley_terry",
         ),
         (
             REWARD,
             "cross_entropy",
             "list",
-            "labels, scores or steps, and the data has lists: set reward_model.loss: bradley_terry",
+            "labels, scores or steps, but the data has lists: set reward_model.loss: bradley_terry",
         ),
-        (REWARD, "hinge", "steps", "pairs or lists, and the data has steps: set reward_model.loss: squared_error"),
+        (REWARD, "hinge", "steps", "pairs or lists, but the data has steps: set reward_model.loss: squared_error"),
         (
             REWARD,
             "bradley_terry",
             "point",
-            "pairs or lists, and the data has scores: set reward_model.loss: squared_error",
+            "pairs or lists, but the data has scores: set reward_model.loss: squared_error",
         ),
-        (DPO, "sigmoid", "steps", "pairs or lists, and the data has steps: give pairs or lists"),
-        (DPO, "kto", "point", "labels or pairs, and the data has scores: give labels or pairs"),
+        (DPO, "sigmoid", "steps", "pairs or lists, but the data has steps: give pairs or lists"),
+        (DPO, "kto", "point", "labels or pairs, but the data has scores: give labels or pairs"),
     ],
 )
 def test_preferences_of_another_kind_are_named_in_words(takes, loss, kind, words):
@@ -235,7 +235,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     for advantage in ("rloo", "tilt", "reinforce_plus_plus_baseline", "somewhere:mine"):
         check("sample", rewards=models, algorithm={"advantage": advantage})
         with pytest.raises(
-            UserError, match=rf"algorithm\.advantage = {advantage} knows no rewards of steps; set one of gae"
+            UserError, match=rf"algorithm\.advantage = {advantage} cannot use rewards of steps; set one of gae"
         ):
             check("train", rewards=models, algorithm={"advantage": advantage})
         in_one = {"models": {"liked": steps | {"step_placement": "response"}}}
@@ -250,7 +250,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
         with pytest.raises(UserError, match=message):
             check("train", rewards={"models": {"liked": steps | more}})
     check("train", rewards={"models": {"liked": steps | {"step_aggregation": "product", "sigmoid": True}}})
-    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both have rewards at the ends"):
+    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both place rewards at the ends"):
         check("train", rewards={"models": {"liked": steps, "other": steps}})
     with pytest.raises(UserError, match=r"rollout\.program = agent is no text in steps"):
         check("train", rewards=models, rollout={"program": "agent"})

@@ -50,7 +50,7 @@ REFUSED = {
     ),
     "routes that no pass records": (
         {"routing": {"source": "r2"}, "batch": {"epochs": 2}, "correction": {"bypass": True}},
-        r"bypass leaves out the pass in which routing\.source = r2 records the routes",
+        r"bypass skips the forward pass in which routing\.source = r2 records the routes",
     ),
     "an early stop of one update": (
         {"algorithm": {"target_kl": 0.01}},
@@ -69,19 +69,19 @@ REFUSED = {
     ),
     "a warm-up as long as all updates": (
         {"steps": 3, "batch": {"updates_per_step": 2, "epochs": 2}, "optimizer": {"warmup_steps": 12}},
-        r"optimizer\.warmup_steps = 12 leaves nothing of the 12 updates to train; the largest is 11",
+        r"optimizer\.warmup_steps = 12 is not below the 12 updates of the schedule; the largest value is 11",
     ),
     "a warm-up as long as the updates behind the critic's": (
         {**GAE, "steps": 3, "critic": {"warmup_steps": 1}, "batch": {"epochs": 2}, "optimizer": {"warmup_steps": 4}},
-        r"optimizer\.warmup_steps = 4 leaves nothing of the 4 updates to train; the largest is 3",
+        r"optimizer\.warmup_steps = 4 is not below the 4 updates of the schedule; the largest value is 3",
     ),
     "a critic's warm-up as long as all updates": (
         {**GAE, "steps": 3, "batch": {"epochs": 2}, "critic": {"optimizer": {"warmup_steps": 6}}},
-        r"critic\.optimizer\.warmup_steps = 6 leaves nothing of the 6 updates to train; the largest is 5",
+        r"critic\.optimizer\.warmup_steps = 6 is not below the 6 updates of the schedule; the largest value is 5",
     ),
     "a warm-up as long as the decay": (
         {"optimizer": {"warmup_steps": 5, "decay": "linear", "decay_steps": 5}},
-        r"optimizer\.warmup_steps = 5 leaves nothing of the 5 updates to train",
+        r"optimizer\.warmup_steps = 5 is not below the 5 updates of the schedule",
     ),
     "on-policy with old samples": (
         {
@@ -105,7 +105,7 @@ REFUSED = {
     ),
     "biases that there are not": (
         {"model": {"moe_bias_update_rate": 1e-3}},
-        r"model\.moe_bias_update_rate = 0\.001 does nothing: the routers of Qwen3MoeForCausalLM have no biases",
+        r"model\.moe_bias_update_rate = 0\.001 does nothing: the routers of Qwen3MoeForCausalLM have no expert biases",
     ),
     "no sinks": (
         {"model": {"attention_sinks": "ignored"}},
@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "experts of a server": (
         {"rollout": {"server": {"tensor": 4, "expert": 6}}},
-        "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; take 2",
+        "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; use 2",
     ),
     "GPUs by a flag": (
         {"rollout": {"server": {"extra_args": ["--base-gpu-id", "4"]}}},
@@ -208,12 +208,12 @@ REFUSED = {
     ),
     "pass of too many": (
         {"eval": {"pass_at": [2, 8]}},
-        "pass@8 needs as many .* eval.samples is 4; raise eval.samples",
+        "pass@8 needs at least that many .* eval.samples is 4; raise eval.samples",
     ),
     "unpruned anyway": ({"eval": {"unpruned": True}}, "eval.unpruned without pruning.enabled: .*set unpruned: false"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},
-        "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",
+        "correction.veto with correction.bypass: bypass computes no log-probs.*set correction.bypass: false, or veto: null",
     ),
     "mode with bypass": ({"correction": {"bypass": True, "mode": "truncate", "high": 2.0}}, "or mode: none"),
     "rejection with bypass": (
@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "bypass without a ratio": (
         {"correction": {"bypass": True}, "algorithm": {"loss": "reinforce"}},
-        "loss = reinforce, which has no ratio.*algorithm.loss: ppo",
+        "loss = reinforce: this loss has no ratio.*algorithm.loss: ppo",
     ),
     "bypass of the recording": (
         {
@@ -230,7 +230,7 @@ REFUSED = {
             "routing": {"source": "r2"},
             "batch": {"prompts_per_step": 4, "updates_per_step": 2},
         },
-        "leaves out the pass in which routing.source = r2 records.*routing.source: r3",
+        "skips the forward pass in which routing.source = r2 records.*routing.source: r3",
     ),
     "top_p alone": (
         {"rollout": {"sampling": {"top_p": 0.9}}},
@@ -294,7 +294,7 @@ REFUSED |= {
     ),
     "vp2o that leaves no pair alone": (
         {"vp2o": {"enabled": True, "neighbors": 4, "inactive_neighbors": 4}},
-        "inactive_neighbors = 4 leave no pair of .* 8 experts a layer alone; set vp2o.neighbors: 2 and vp2o.inactive_n.*: 2",
+        "inactive_neighbors = 4 cover all pairs of .* 8 experts per layer; set vp2o.neighbors: 2 and vp2o.inactive_n.*: 2",
     ),
     "vp2o's temperature of nothing": (
         {"vp2o": {"enabled": True, "attraction": "mean", "temperature": 2.0}},
@@ -314,7 +314,7 @@ REFUSED |= {
     ),
     "old rollouts": (
         {"sync": {"refresh": {"when": "drift"}}},
-        "up to 8 steps old, and nothing corrects for it; set correction.bypass: true",
+        "up to 8 steps old without a correction; set correction.bypass: true",
     ),
     "old routes": (
         {
@@ -323,7 +323,7 @@ REFUSED |= {
             "rollout": {"routes": True},
             "correction": {"bypass": True},
         },
-        "when = drift with routing.source = r3: what is replayed must be of the weights that are trained",
+        "when = drift with routing.source = r3: replayed routes must come from the trained weights",
     ),
 }
 REFUSED |= {
@@ -349,7 +349,7 @@ REFUSED |= {
     ),
     "state on the host and completed weights": (
         {"optimizer": {"cpu_offload": 1.0, "precision_aware": True}},
-        "cpu_offload = 1 with optimizer.precision_aware: the host keeps whole fp32 weights; set one of the two",
+        "cpu_offload = 1 with optimizer.precision_aware: the host always keeps whole fp32 weights; set only one of the two",
     ),
     "an Adam that is not here": (
         {"optimizer": {"precision_aware": True}},
@@ -404,7 +404,7 @@ SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
 REFUSED |= {
     "stragglers of a record": (
         {"rollout": {"over_sample_rate": 0.5, "load": "somewhere"}, "eval": {"prompts": 0}},
-        r"rollout\.over_sample_rate = 0\.5 with rollout\.load: no server is asked; set over_sample_rate: 0",
+        r"rollout\.over_sample_rate = 0\.5 with rollout\.load: no responses are sampled; set over_sample_rate: 0",
     ),
     "stragglers that nobody can end": (
         {"rollout": {"over_sample_rate": 0.5, "program": "openai_agent"}, "agent": {"function": "a:b"}},
@@ -424,11 +424,11 @@ REFUSED |= {
     ),
     "spread of rewards that come later": (
         {**SAMPLES_AGAIN, "rewards": {"models": {"liked": {"address": "http://localhost:1"}}}},
-        r"rollout\.dynamic_sampling with rewards\.models, which score behind the rollout",
+        r"rollout\.dynamic_sampling with rewards\.models, which score only after the rollout",
     ),
     "spread of what a judge says later": (
         {**SAMPLES_AGAIN, "rewards": {"judges": {"wise": {"address": "http://localhost:1/v1", "model": "m"}}}},
-        r"rollout\.dynamic_sampling with rewards\.judges, which score behind the rollout",
+        r"rollout\.dynamic_sampling with rewards\.judges, which score only after the rollout",
     ),
     "features of responses that may be left out": (
         {**SAMPLES_AGAIN, "routing": {"source": "pr3", "features": "engine"}},
@@ -477,11 +477,11 @@ REFUSED |= {
             "algorithm": {"kl": {"coefficient": 0.1, "target": 0.1, "horizon": 4}},
             "batch": {"prompts_per_step": 5, "samples_per_prompt": 4},
         },
-        r"kl\.horizon = 4: the 20 responses of a step are five horizons or more.* set horizon: 200",
+        r"kl\.horizon = 4: a step has 20 responses, five horizons or more.* set horizon: 200",
     ),
     "a critic alone": (
         {**GAE, "steps": 3, "critic": {"warmup_steps": 3}},
-        r"critic\.warmup_steps = 3 leaves none of the 3 steps to the policy",
+        r"critic\.warmup_steps = 3 leaves none of the 3 steps for training the policy",
     ),
     "no critic in that folder": (
         {**GAE, "critic": {"path": "nowhere"}},
@@ -506,7 +506,7 @@ NO_EXPERTS = {
     "one expert": (
         ("qwen3_moe", "--experts", "1", "--topk", "1"),
         VP2O,
-        "Qwen3MoeForCausalLM has one expert a layer; set vp2o.enabled: false",
+        "Qwen3MoeForCausalLM has one expert per layer; set vp2o.enabled: false",
     ),
     "one expert a token": (
         ("qwen3_moe", "--topk", "1"),
@@ -569,10 +569,10 @@ def test_a_warm_up_is_of_the_commands_own_updates(kind, tiny_model, monkeypatch)
         preflight(build_config({"steps": 3, "model": {"path": str(tiny_model("qwen3_moe"))}, **sections}), as_kind)
 
     look(kind, 2, updates_per_step=3)
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 3 leaves nothing of the 3 updates to train"):
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 3 is not below the 3 updates of the schedule"):
         look(kind, 3, updates_per_step=3)
     with pytest.raises(
-        UserError, match=rf"batch\.epochs = 2 is of reinforcement learning, and megatron-rl {kind} goes"
+        UserError, match=rf"batch\.epochs = 2 works only in reinforcement learning; for megatron-rl {kind}, increase"
     ):
         look(kind, 0, epochs=2)
     look("sample", 3, epochs=2)
@@ -620,7 +620,9 @@ def test_biases_of_experts_move_where_the_whole_model_learns_from_data(tiny_mode
     config = build_config(settings)
     for kind in ("sft", "reward", "dpo"):
         preflight(config, kind)
-    with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001: biases that move change the policy apart"):
+    with pytest.raises(
+        UserError, match=r"moe_bias_update_rate = 0\.001: bias updates would change the policy without its loss"
+    ):
         preflight(config, "train")
     with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001 with lora\.rank: .* set one of the two to 0"):
         preflight(build_config({**settings, "lora": {"rank": 4}}), "sft")
@@ -769,7 +771,7 @@ GPU = {
         "built without nvcc, only for the CPU: tools/setup.sh --gpu .*kernels: any",
     ),
     "an old GPU": ((7, 5), True, {}, "compute capability 8.0 or later, and this GPU has 7.5; model.kernels: any"),
-    "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "takes heads of 20 .*kernels: any"),
+    "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "supports heads of 20 .*kernels: any"),
 }
 
 
@@ -819,7 +821,7 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
             (9, 0),
             "fp32",
             False,
-            r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*set it to auto",
+            r"= FA4: it does not support heads of 16 \(keys\) .* in float32 .*set it to auto",
         ),
         (
             "auto",

@@ -93,7 +93,7 @@ MORE = {
 WRONG = {
     "a folder that is missing": (["--model.path", "./nowhere"], "model.path = ./nowhere: does not exist"),
     "no model": (["--model.path", ""], "model.path is empty"),
-    "a folder without config.json": (["--model.path", "empty"], "model folder empty: has no config.json"),
+    "a folder without config.json": (["--model.path", "empty"], "has no config.json"),
     "an id that cannot be had": (["--model.path", "some/model"], "some/model is not, or not wholly, in the cache"),
     "a key that there is not": (["--model.paht", "x"], "unknown key 'model.paht'; did you mean 'model.path'"),
     "a value of another type": (["--steps", "many"], "'steps' = 'many'"),
@@ -169,7 +169,7 @@ OF_COMMANDS = {
         )
     },
     "certify": {"of nothing": (["--prompts", "0"], "certify: --prompts 0")},
-    "launch": {"no time": (["--time", "00:01:00"], "launch: --time 00:01:00 leaves less to train")},
+    "launch": {"no time": (["--time", "00:01:00"], "launch: --time 00:01:00 leaves less time to train")},
 }
 DATA = {
     "a file that is missing": (

@@ -16,7 +16,7 @@ from megatron_rl.routing.predictor import PredictorLoss
 from megatron_rl.routing.replay import RouteSource
 
 REFUSED = {
-    "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is dense; use none"),
+    "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is a dense model; set it to none"),
     "fused router": (
         "qwen3_moe",
         {"routing": {"source": "r2"}, "model": {"moe_router_fusion": True}},

@@ -186,7 +186,7 @@ def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -
     rows = family.few_tokens if family else 0
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
         return ""
-    return f"; SGLang's own decode uses another product than its prefill to route up to {rows} tokens"
+    return f"; SGLang's own decode routes up to {rows} tokens by another product than its prefill"
 
 
 def _scoring_alone(config: Config) -> Config:

@@ -23,7 +23,7 @@ MOST_BYTES = 4096
 """Largest size of a key file, in bytes."""
 WRITTEN_S = 10.0
 """Longest wait, in seconds, until another process has finished writing a new key file."""
-WRONG_KEY = "the server expects another key; set {setting} to the place of that key (env:NAME or file:PATH)"
+WRONG_KEY = "it asks for another key; set {setting} to the place of that key (env:NAME or file:PATH)"
 _REFERENCE = re.compile(r"(env|file):(.+)", re.DOTALL)
 _NAME = (
     r"(?:(?:api|access|secret|private|auth)[_-]?key|(?<!(?:eos|bos|pad|unk|sep|end)_)token|secret|passw(?:or)?d"

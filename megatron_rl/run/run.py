@@ -326,7 +326,9 @@ class Run:
         found = checkpoint.complete_checkpoints(self.checkpoints)
         if found:
             saved = checkpoint.step_of(found[-1])
-            going_on = f"the newest checkpoint is of step {saved}, and the same command resumes from it"
+            going_on = (
+                f"the newest checkpoint is of step {saved}; later steps are lost. The same command resumes from it"
+            )
         else:
             going_on = "there is no checkpoint, and the same command starts again from the beginning"
         self.logger.say(f"interrupted in step {self.step + 1}: {going_on} (to save before stopping, send SIGTERM)")

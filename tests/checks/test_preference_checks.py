@@ -252,7 +252,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     check("train", rewards={"models": {"liked": steps | {"step_aggregation": "product", "sigmoid": True}}})
     with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both place rewards at the ends"):
         check("train", rewards={"models": {"liked": steps, "other": steps}})
-    with pytest.raises(UserError, match=r"rollout\.program = agent is no text in steps"):
+    with pytest.raises(UserError, match=r"rollout\.program = agent cannot be split into steps"):
         check("train", rewards=models, rollout={"program": "agent"})
     by_lines = tmp_path / "by_lines"
     shutil.copytree(fits, by_lines)
@@ -260,7 +260,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     (by_lines / "config.json").write_text(json.dumps(hf_config))
     check("train", rewards={"models": {"liked": {"path": str(by_lines), "steps": True}}})
     with pytest.raises(
-        UserError, match=r"step_separator = '\\n', and .*by_lines has learned from steps that end with '\\n\\n'"
+        UserError, match=r"step_separator = '\\n', but .*by_lines was trained with steps that end with '\\n\\n'"
     ):
         check("train", rewards={"models": {"liked": steps | {"path": str(by_lines)}}})
     mean = tmp_path / "mean"
@@ -269,7 +269,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     (mean / "config.json").write_text(json.dumps(hf_config))
     check("reward", model={"path": str(mean)}, reward_model={"pooling": "mean"})
     with pytest.raises(
-        UserError, match=r"pooling = last, and the reward model .*/mean has learned with mean; set pooling"
+        UserError, match=r"pooling = last, but the reward model .*/mean was trained with mean; set pooling"
     ):
         check("reward", model={"path": str(mean)})
     start = {"checkpoint": {"load": "runs/x/checkpoints/step_000010"}}

@@ -191,5 +191,5 @@ def test_the_first_who_needs_a_key_makes_it_for_all(tmp_path):
     (tmp_path / "elsewhere").rename(folder / "server.key")
     if not os.geteuid():
         os.chown(folder / "server.key", 65534, 65534)
-        with pytest.raises(UserError, match=r"server.key is another user's: choose another folder"):
+        with pytest.raises(UserError, match=r"server.key belongs to another user: choose another folder"):
             key_of_folder(folder)

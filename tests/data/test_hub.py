@@ -349,9 +349,7 @@ def test_a_runs_config_has_ids_and_commits(tiny_model, tmp_path, monkeypatch):
     assert moved.model.path.endswith(SECOND)
     for file in (cache / "models--some--model" / "snapshots" / FIRST).iterdir():
         file.unlink()
-    with pytest.raises(
-        UserError, match=rf"some/model@{FIRST}: .*run has learned from that commit so far: .* some/model@main"
-    ):
+    with pytest.raises(UserError, match=rf"some/model@{FIRST}: .*run has used that commit so far: .* some/model@main"):
         with_folders(build_config(plain), "sft")
     (tmp_path / "run" / "config.yaml").write_text("model: [")  # as a full disk leaves it
     assert with_folders(build_config(plain), "sft").model.path.endswith(SECOND)

@@ -193,5 +193,5 @@ def test_what_advantages_would_leave_out_is_refused(student, teacher):
         with pytest.raises(UserError, match=message):
             check_teacher(config, read_hf_config(student), "train", 1)
     config = build_config({"model": {"path": student}, "distillation": {"teacher": teacher}})
-    with pytest.raises(UserError, match="a teacher is of megatron-rl sft and train, and reward has none"):
+    with pytest.raises(UserError, match="only megatron-rl sft and train use a teacher, not reward"):
         check_teacher(config, read_hf_config(student), "reward", 1)

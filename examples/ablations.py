@@ -1,7 +1,8 @@
-"""What the ablation scripts share: one warm start, runs that are started where they are missing, and their seeds' spread.
+"""Shared parts of the ablation scripts: one warm start, training of missing runs, and the spread over seeds.
 
-A run is done when its log has its last step; what is done is not run again, and a run that was stopped starts anew. Results
-are written whenever a script ends, of all runs that are done. `Ablation` is a whole one: arms, seeds, tables and a picture.
+A run is done when its log has its last step. Finished runs are not repeated, and an interrupted run starts again from
+the beginning. A script writes the results of all finished runs whenever it ends. `Ablation` is a whole script: arms,
+seeds, tables and a picture.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 REPOSITORY = Path(__file__).resolve().parent.parent
 CLI = [sys.executable, "-m", "megatron_rl.cli"]
 LONGEST_S = 3600
-"""Of one run."""
+"""Longest time of one run, in seconds."""
 ENDING_S = 60
-"""Within which a run that is stopped has to end."""
+"""Time in which a stopped run has to end, in seconds."""
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-"""glibc keeps what is freed: logits over 65,536 tokens that are mapped anew each time took half of all time in the kernel."""
+"""Settings with which glibc keeps freed memory. Mapping logits over 65,536 tokens again each time took half of all
+time."""
 Settings = dict[str, object]
 """Dotted config keys -> values."""
 Figures = Mapping[str, float | None]
-"""Of one run; None where one does not apply."""
+"""Figures of one run; None for a figure that does not apply."""
 
 
 class RunFailedError(Exception):
@@ -47,9 +49,9 @@ class RunFailedError(Exception):
 async def run_command(
     command: Sequence[str], log: Path, threads: int, environment: Mapping[str, str] = KEEPS_MEMORY
 ) -> None:
-    """Run a command with its output in a file. Errors: RunFailedError, with the last line of it.
+    """Run a command with its output in a file. Errors: RunFailedError with the last line of the output.
 
-    A command whose task is canceled is ended before this returns.
+    If the task of a command is canceled, the command is stopped before this returns.
     """
     name = Path(sys.argv[0]).stem
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +69,16 @@ async def run_command(
             if process.returncode is None:
                 await end(process)
     if code == -signal.SIGKILL:
-        raise RunFailedError(f"{name}: {' '.join(command[2:6])} was killed; had the machine no memory left? [{log}]")
+        raise RunFailedError(
+            f"{name}: {' '.join(command[2:6])} was killed; check whether the machine ran out of memory [{log}]"
+        )
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise RunFailedError(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Ask a process to end, and make it: a run of training saves first, and ends its servers and workers."""
+    """Stop a process, by force if needed. A training run first saves, and stops its servers and workers."""
     process.terminate()
     try:
         async with asyncio.timeout(ENDING_S):
@@ -85,7 +89,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def call(command: Sequence[str], log: Path) -> None:
-    """`run_command` on all cores. Errors: SystemExit."""
+    """Call `run_command` on all cores. Errors: SystemExit."""
     try:
         asyncio.run(run_command(command, log, os.cpu_count() or 1))
     except RunFailedError as error:
@@ -102,10 +106,10 @@ def warm_start(
     settings: Settings | None = None,
     change: Callable[[Path], object] = lambda model: None,
 ) -> Path:
-    """The quickstart's model after its SFT, made once: what all runs start from.
+    """Return the quickstart's model after SFT, from which all runs start; it is created once.
 
-    model_flags: of tools/make_tiny_model.py; change: what is done to the fresh model's folder; settings: of the SFT, beside its
-    own.
+    model_flags: flags of tools/make_tiny_model.py; change: edits the folder of the new model; settings: overrides of
+    the SFT's config.
     """
     out = root / "sft" / "hf"
     if not out.is_dir():
@@ -133,7 +137,7 @@ async def train(
     keep: bool = False,
     environment: Mapping[str, str] = KEEPS_MEMORY,
 ) -> float:
-    """One run of a config; keep: its checkpoints. Seconds that it took; 0 where it was done before."""
+    """Train one run of a config and return its time in seconds; 0 if it was already done. keep: keep its checkpoints."""
     folder = root / name
     if last_step(folder) == steps:
         return 0.0
@@ -147,7 +151,7 @@ async def train(
 
 
 def mean_and_spread(values: list[float], form: str, sign: str = "", *, error: bool = False) -> str:
-    """Mean and, of several values, standard deviation, or the mean's standard error; nothing of none."""
+    """Format the mean and, for several values, the standard deviation or standard error; an empty text without values."""
     divisor = math.sqrt(len(values)) if error else 1.0
     spread = f" ± {statistics.stdev(values) / divisor:{form.lstrip('+')}}" if len(values) > 1 else ""
     shown = sign + form.lstrip("+") if sign else form
@@ -155,7 +159,7 @@ def mean_and_spread(values: list[float], form: str, sign: str = "", *, error: bo
 
 
 def mean_of(name: str, lines: Sequence[Mapping]) -> float | None:
-    """Of a metric over the lines of a log that have it."""
+    """Return the mean of a metric over the lines of a log that have it."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return statistics.fmean(values) if values else None
 
@@ -168,7 +172,10 @@ def markdown(
     *,
     error: bool = False,
 ) -> str:
-    """A table. columns: name of a figure -> (title, format); rows: cells of the `labels`, and the figures of each seed."""
+    """Return a table.
+
+    columns: name of a figure -> (title, format); rows: cells of the `labels`, and the figures of each seed.
+    """
     lines = ["| " + " | ".join([*labels, "seeds", *(title for title, _ in columns.values())]) + " |"]
     lines.append("|---" * (len(columns) + len(labels) + 1) + "|")
     for cells, seeds in rows:
@@ -187,7 +194,7 @@ def save(
     text: str,
     **more: object,
 ) -> None:
-    """Write out/{stem}.json, run by run, `more` beside the runs, and out/{stem}.md; and print the tables."""
+    """Write out/{stem}.json with the runs and `more`, write out/{stem}.md, and print the tables."""
     out.mkdir(parents=True, exist_ok=True)
     taken = round(sum(minutes.get(name, 0.0) for name in results), 1)
     summary = {"steps": steps, "minutes": taken, **more, "runs": results}
@@ -197,27 +204,31 @@ def save(
 
 
 def positive(text: str) -> int:
-    """A number of the command line. Errors: ArgumentTypeError where it is below 1."""
+    """Parse a positive number of the command line. Errors: ArgumentTypeError if it is below 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return int(text)
 
 
 def make_parser(prog: str, description: str, *, steps: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{prog}.sh", description=description)
-    parser.add_argument("--steps", type=positive, default=steps, help="rollout batches of a run")
+    parser.add_argument("--steps", type=positive, default=steps, help="number of rollout batches of a run")
     parser.add_argument("--runs", type=Path, default=Path("runs") / prog, help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    parser.add_argument("--jobs", type=positive, default=1, help="runs side by side, which share the cores")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, help="number of runs at the same time, which share the cores"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the runs' checkpoints")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. those of one seed")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="names of the runs to do, for example all of one seed"
+    )
     return parser
 
 
 def check_names(parser: argparse.ArgumentParser, args: argparse.Namespace, every: Sequence[str]) -> None:
-    """Ends the program where --only names a run that does not exist."""
+    """End the program if --only names a run that does not exist."""
     if unknown := [name for name in args.only or () if name not in every]:
-        parser.error(f"no run is called {' or '.join(unknown)}; there are {', '.join(every)}")
+        parser.error(f"there is no run {' or '.join(unknown)}; the runs are {', '.join(every)}")
 
 
 def run_all(
@@ -227,11 +238,11 @@ def run_all(
     config: str = "configs/quickstart.yaml",
     environment: Mapping[str, str] = KEEPS_MEMORY,
 ) -> None:
-    """Train what is missing of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
+    """Train the missing runs of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
 
-    Ends in order on SIGTERM: runs that go on are ended, and start anew next time.
+    On SIGTERM, running runs are stopped; they start again from the beginning next time.
     """
-    root = (REPOSITORY / args.runs).resolve() / f"{args.steps}_steps"  # runs of another length are others
+    root = (REPOSITORY / args.runs).resolve() / f"{args.steps}_steps"  # runs of another length have another folder
     root.mkdir(parents=True, exist_ok=True)
     taken = root / "minutes.json"
     minutes = json.loads(taken.read_text()) if taken.exists() else {}
@@ -264,52 +275,55 @@ def run_all(
 
 
 def metric_lines(folder: Path) -> tuple[list[dict], list[dict]]:
-    """Lines of a run's log: those of its steps, and those that have an evaluation."""
+    """Return the lines of a run's log: lines of its steps, and lines with an evaluation."""
     lines = read_json_lines(folder / METRICS_FILE)
     evaluated = [line for line in lines if any(name.startswith("eval/") and v is not None for name, v in line.items())]
     return [line for line in lines if line["step"] > 0], evaluated
 
 
 def quarters(steps: Sequence[Mapping]) -> tuple[Sequence[Mapping], Sequence[Mapping]]:
-    """First and last quarter of a run's steps."""
+    """Return the first and the last quarter of a run's steps."""
     quarter = -(-len(steps) // 4)
     return steps[:quarter], steps[-quarter:]
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Arms that differ in their settings, seed by seed from one warm start, and what is shown of them."""
+    """Arms with different settings, trained for several seeds from one warm start, with their tables and picture."""
 
     name: str
-    """Of the script; with dashes that of the results."""
+    """Name of the script; with dashes it is the name of the results."""
     steps: int
     arms: Mapping[str, Settings]
     """Label -> settings, which override `common`. RUNS in a text stands for the folder of the runs."""
     common: Settings
     figures: Callable[[Path], Figures]
-    """Of the folder of one run; at least those of the columns."""
+    """Function that returns the figures of a run's folder, at least those of the columns."""
     columns: Mapping[str, tuple[str, str]]
     """Figure -> (title, format)."""
     panels: Sequence[Panel] = ()
     title: str = ""
-    """Of the picture of the panels."""
+    """Title of the picture with the panels."""
     pictured: Collection[str] = ()
-    """Arms in it, at most eight, of which each has a color of its own; none: all."""
+    """Arms in the picture, at most eight, each with its own color; empty: all."""
     differences: Sequence[tuple[str, str]] = ()
-    """Pairs of arms whose figures are subtracted seed by seed: the first's minus the second's."""
+    """Pairs of arms whose figures are subtracted seed by seed: first minus second."""
     seeds: int = 3
     of_one_seed: Collection[str] = ()
-    """Arms of seed 0 alone."""
+    """Arms that run only with seed 0."""
     config: str = "configs/quickstart.yaml"
     environment: Mapping[str, str] = field(default_factory=lambda: KEEPS_MEMORY)
-    """Variables of the runs, beside the script's own."""
+    """Environment variables of the runs, in addition to the script's own."""
 
     @property
     def stem(self) -> str:
         return self.name.replace("_", "-")
 
     def runs(self) -> dict[str, tuple[str, int]]:
-        """Name -> (arm, seed). Seeds outermost, so that whatever is stopped has all arms side by side."""
+        """Return name -> (arm, seed).
+
+        Seeds are the outer loop, so that an interrupted script has all arms of its first seeds.
+        """
         return {
             f"{re.sub('[^a-z0-9.]+', '-', arm.lower()).strip('-')}-seed{seed}": (arm, seed)
             for seed in range(self.seeds)
@@ -318,7 +332,7 @@ class Ablation:
         }
 
     def main(self, description: str, model: Callable[[Path], Path]) -> None:
-        """The script. model: makes the folder that runs start from, below the folder of the runs."""
+        """Run the script. model: creates the folder that runs start from, below the folder of the runs."""
         parser = make_parser(self.name, description.splitlines()[0], steps=self.steps)
         args = parser.parse_args()
         every = self.runs()
@@ -333,7 +347,7 @@ class Ablation:
         run_all(args, plans, self.write_results, self.config, self.environment)
 
     def write_results(self, root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
-        """out/{stem}.json, .md and .svg of the runs that are done."""
+        """Write out/{stem}.json, .md and .svg of the finished runs."""
         done = {name: of for name, of in self.runs().items() if last_step(root / name) == steps}
         if not done:
             return
@@ -349,17 +363,17 @@ class Ablation:
             self.write_pictures(found, out)
 
     def write_pictures(self, groups: Groups, out: Path) -> None:
-        """groups: folders of the runs that are done, by arm."""
+        """Write the pictures. groups: folders of the finished runs, by arm."""
         if self.panels:
             write_curves(groups, self.panels, out / f"{self.stem}.svg", title=self.title)
 
     def table(self, results: Mapping[str, dict]) -> str:
-        """Mean and, over several seeds, the standard deviation."""
+        """Return a table with means and, for several seeds, standard deviations."""
         found = {arm: [r["figures"] for r in results.values() if r["arm"] == arm] for arm in self.arms}
         return markdown(("arm",), self.columns, [((arm,), figures) for arm, figures in found.items() if figures])
 
     def difference_table(self, results: Mapping[str, dict]) -> str:
-        """Of pairs of arms, seed by seed: mean and standard error."""
+        """Return a table of differences between pairs of arms, seed by seed: mean and standard error."""
         of = {(r["arm"], r["seed"]): r["figures"] for r in results.values()}
         rows = []
         for a, b in self.differences:

@@ -1,8 +1,8 @@
-"""Every cure alone and all of them together, one run each, where everything goes wrong at once, and what each costs.
+"""Every cure alone and all of them together, one run each, in a setting with all kinds of mismatch; and their cost.
 
-The engine has the noise floor of noise_floor.py and computes in bf16, the trainer is in fp32; 64 experts of which 8 are chosen;
-eight updates a rollout batch at a learning rate that is not divided by their number. "No fault" is the same run with an engine
-in fp32 and without floor, which still has its routers' drift.
+SGLang has the noise floor of noise_floor.py and computes in bf16, while the trainer is in fp32. The model has 64
+experts, of which 8 are chosen, and a rollout batch has eight updates at a learning rate that is not divided by their
+number. "No fault" is the same run with SGLang in fp32 and without a floor; its routers still drift.
 """
 
 from __future__ import annotations
@@ -70,13 +70,16 @@ PANELS = (
 
 
 def median_of(name: str, lines: Sequence[Mapping]) -> float | None:
-    """Of a metric over the lines of a log that have it."""
+    """Return the median of a metric over the lines of a log that have it."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return statistics.median(values) if values else None
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures: means over all steps, seconds medians of steps without an evaluation; None where one does not apply."""
+    """Return a run's figures: means over all steps, and medians of seconds over steps without an evaluation.
+
+    A figure that does not apply is None.
+    """
     steps, evaluated = metric_lines(folder)
     found = {name: mean_of(name, steps) for name in COLUMNS if "/" in name}
     safe = found["mismatch/kl_safe"]

@@ -1,9 +1,9 @@
-"""An agent of one's own, with nothing but the plain `openai` client: it may use a calculator.
+"""An example of your own agent: it uses only the plain `openai` client, and may call a calculator.
 
     megatron-rl train configs/agentic_quickstart.yaml --rollout.program openai_agent \
       --agent.function examples/calculator_agent.py:calculator_agent
 
-What it sends and gets is recorded and trained as it is; it returns no reward, so the task scores its last reply.
+Its requests and replies are recorded and trained without changes. It returns no reward, so the task scores its last reply.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ TOOLS = [Calculator().schema]
 
 async def calculator_agent(prompt: Prompt, base_url: str) -> None:
     messages = [{"role": "user", "content": prompt.text}]
-    plain = DefaultAsyncHttpxClient(
-        verify=False
-    )  # http, on this machine: no certificates have to be read for each client
+    plain = DefaultAsyncHttpxClient(verify=False)  # plain http on this machine, so clients need not load certificates
     async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=600, http_client=plain) as client:
         for _ in range(TURNS):
             completion = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)

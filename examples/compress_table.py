@@ -1,9 +1,9 @@
-"""The table of compress_quickstart.sh: score, size and speed of teacher, pruned and distilled student.
+"""Make the table of compress_quickstart.sh: score, size and speed of the teacher, the pruned and the distilled student.
 
     python examples/compress_table.py runs/compress-seed0 [runs/compress-seed1 ...]
 
-Speed is that of the trainer's forward pass over one batch of the task's demonstrations: the three models take turns, and the
-median of several rounds counts. Writes compression.json and compression.md into each folder.
+Speed is measured as the trainer's forward pass over one batch of the task's demonstrations: the three models take turns, and
+the table has the median of several rounds. The tool writes compression.json and compression.md into each folder.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_rl.trainer.trainer import Trainer, build_trainer
 MODELS = {"teacher": "teacher", "pruned": "prune/hf", "distilled": "student"}
 ROUNDS, SAMPLES = 15, 256
 WINDOW = 20
-"""Steps of which a mean of the divergence is taken: single ones are of the few responses that were sampled."""
+"""Number of steps over which the divergence is averaged; a single step has only few sampled responses."""
 
 
 def scoring(folder: Path, ranks: Ranks | None) -> Trainer:
-    """A model for passes; ranks: those of the first one, which the others share."""
+    """Return a model for forward passes. ranks: the ranks of the first model, which all models share."""
     config = build_config(
         {
             "model": {"path": str(folder)},
@@ -59,7 +59,7 @@ def demonstrations(trainer: Trainer, tokenizer_of: Path) -> list[Sequence]:
 
 
 def measured(root: Path) -> dict[str, Any]:
-    """Of one run of the script: each model's figures, and the divergence from the teacher by step."""
+    """Return the figures of each model in one run of the script, and the divergence from the teacher by step."""
     trainers: dict[str, Trainer] = {}
     for name, folder in MODELS.items():
         trainers[name] = scoring(root / folder, trainers["teacher"].ranks if trainers else None)
@@ -89,12 +89,12 @@ def measured(root: Path) -> dict[str, Any]:
 
 
 def windows(values: list[float]) -> list[float]:
-    """Means of WINDOW steps."""
+    """Return means over WINDOW steps."""
     return [statistics.mean(values[start : start + WINDOW]) for start in range(0, len(values), WINDOW)]
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Means over the runs, and standard deviations where there are several."""
+    """Return a table of means over the runs, and of standard deviations for several runs."""
 
     def figure(name: str, key: str, form: str) -> str:
         values = [run["models"][name][key] for run in runs]
@@ -110,7 +110,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the table, and write it."""
+    """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of the script's runs, one for each seed")
     parser.add_argument("--json", type=Path, help="write the figures of all runs to this file")

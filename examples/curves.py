@@ -1,4 +1,4 @@
-"""Pictures of several groups of runs side by side, as SVG files for documents: curves, routing, the mismatch by probability."""
+"""Pictures of several groups of runs side by side, as SVG files for documents: curves, routing, mismatch by probability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.report import charts as vega
 from megatron_rl.report.run_folder import Lines, deviation_tails, heat_map, mean, points
 
 Groups = Mapping[str, Sequence[Path | str]]
-"""Label -> folders of its runs (the seeds of one setting, say), which are averaged."""
+"""Label -> folders of its runs, such as the seeds of one setting, which are averaged."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class Panel:
     title: str
     metric: str
     log: bool = False
-    """Values that are not above zero are left out."""
+    """Logarithmic axis; values that are not above zero are left out."""
     smooth: int = 1
-    """Steps of a running mean."""
+    """Number of steps of a running mean."""
 
 
 def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: str, columns: int = 2) -> None:
-    """A panel for each metric with a line for each group: the mean of its runs, in a band from the smallest to the largest."""
+    """Write a panel per metric with a line per group: the mean of its runs, in a band from the smallest to the
+    largest value.
+    """
     logs = _logs(groups)
     specs = [_curves(logs, panel) for panel in panels]
     if columns == 1:
@@ -40,7 +42,9 @@ def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: 
 
 
 def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list[Path]:
-    """{stem}-agreement, -deviation, -layers and -layers-kl.svg: figures 4a, 4b and 6 of the Pr2 paper, where there are data."""
+    """Write {stem}-agreement, -deviation, -layers and -layers-kl.svg, as in figures 4a, 4b and 6 of the Pr2 paper, if
+    there are data.
+    """
     logs = _logs(groups)
     colors = {label: vega.color(i) for i, label in enumerate(logs)}
     agreement = Panel("Top-k agreement", "routing/agreement"), Panel("Route KL, nats per token", "routing/kl", log=True)
@@ -66,13 +70,16 @@ def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list
 
 
 def write_probability(groups: Mapping[str, Mapping[float, Mapping[str, float]]], path: Path, *, title: str) -> None:
-    """By the probability of a token, a panel for each label: upper end of a class -> tokens, abs, abs_max, bias."""
+    """Write a panel per label with the mismatch by the probability of a token: upper end of a class -> figures of its tokens.
+
+    The figures are tokens, abs, abs_max and bias.
+    """
     charts = {label: vega.probability(classes, dict.fromkeys(classes)) for label, classes in groups.items()}
     _write([chart | {"title": label, "width": 380, "height": 240} for label, chart in charts.items()], path, title)
 
 
 def _write(specs: Sequence[vega.Spec], path: Path, title: str, columns: int = 2) -> None:
-    """Write charts as one SVG file with a light background."""
+    """Write an SVG file of charts in columns, in light colors on its own background."""
     schema = "https://vega.github.io/schema/vega-lite/v6.json"
     whole = {"$schema": schema, "description": title, "concat": specs, "columns": columns}
     text = json.dumps(whole | {"config": vega.CONFIG | {"background": vega.LIGHT["card"]}})
@@ -109,7 +116,7 @@ def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
     return empty | {
         "transform": [
             {
-                # Under another name: the mean of the next step would be that of means.
+                # Stored under another name; otherwise the next step would average means.
                 "window": [{"op": "mean", "field": "value", "as": "smoothed"}],
                 "frame": [1 - panel.smooth, 0],
                 "sort": [{"field": "step"}],

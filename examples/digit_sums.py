@@ -1,4 +1,4 @@
-"""Sums up to nine as two data files: python examples/digit_sums.py OUT writes OUT/train.jsonl and OUT/test.jsonl.
+"""Sums up to nine as two data files: `python examples/digit_sums.py OUT` writes OUT/train.jsonl and OUT/test.jsonl.
 
 Eight of the 20 pairs of numbers are held out, in both orders.
 """

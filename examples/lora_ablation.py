@@ -1,7 +1,8 @@
-"""Low-rank adapters against all weights: GRPO of the quickstart by LoRA of several ranks, of attention alone, and in bf16.
+"""Low-rank adapters compared with all weights: GRPO of the quickstart by LoRA of several ranks, of attention only, in bf16.
 
-Adapters are pushed merged. In bf16 the engine then has weights that were rounded after the sum, where the trainer adds the
-adapter's output to that of the rounded weights: what this adds to the mismatch shows beside training of all weights in bf16.
+Adapters are merged before a push. In bf16, SGLang then has weights that were rounded after the sum, while the trainer
+adds the adapter's output to the output of the rounded weights. A comparison with training of all weights in bf16
+shows what this adds to the mismatch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BF16: Settings = {"precision.train": "bf16", "precision.rollout": "bf16"}
 
 
 def lora(rank: int, **more: object) -> Settings:
-    """Alpha is the rank, and the learning rate some fifteen times that of all weights."""
+    """Return the settings of LoRA: alpha is the rank, and the learning rate is about fifteen times that for all weights."""
     return {"lora.rank": rank, "lora.alpha": rank, "optimizer.lr": 2e-3} | {f"lora.{k}": v for k, v in more.items()}
 
 
@@ -52,7 +53,7 @@ PANELS = (
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures."""
+    """Return a run's figures."""
     steps, evaluated = metric_lines(folder)
     _, last = quarters(steps)
     scores = [line["eval/score"] for line in evaluated]

@@ -1,13 +1,14 @@
-"""A noise floor under the engine's tail: does it make naive RLOO collapse, and which cure holds?
+"""A noise floor under SGLang's tail: does it make naive RLOO collapse, and which cure helps?
 
-Section 5.5 of "Taming the Tail" (Li et al.) lays collapse to tokens so unlikely that the engine's error is larger than their
-probability. Here the error is planted in its plainest form: the engine gives no token less than e^-13.3 = 1.67e-6 of the
-likeliest one's probability (`rollout.sampling.tail_floor`), the trainer knows nothing of it, and both are in fp32. With 65,536
-tokens about one in fifteen comes from the floor, and spoils the answer. Naive RLOO pushes it down in the trainer, where it is
-next to impossible already, and never in the engine.
+Section 5.5 of "Taming the Tail" (Li et al.) explains collapse by tokens so unlikely that the engine's error is larger
+than their probability. This script plants the error in its simplest form: SGLang gives each token at least e^-13.3 =
+1.67e-6 of the likeliest token's probability (`rollout.sampling.tail_floor`). The trainer does not know this, and both
+are in fp32. With 65,536 tokens, about one sampled token in fifteen comes from the floor and spoils the answer. Naive
+RLOO lowers its probability in the trainer, where the token is already nearly impossible, but never in SGLang.
 
-The paper's own rho = e^-13 prunes the floor; rho = e^-14 lies below it and is the control that has to fail. The rest
-is the paper's but for size: on-policy RLOO without a clip, thresholds of 0.2. The veto, which cures too, is an arm of its own.
+The paper's own rho = e^-13 prunes the floor; rho = e^-14 lies below the floor and is a control that must fail. Except
+for size, everything else is as in the paper: on-policy RLOO without a clip, thresholds of 0.2. The veto, which also
+cures, is a separate arm.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VETO: Settings = {"correction.veto": 1e-4, "correction.denominator": "kept_seque
 MIS: Settings = {"correction.mode": "mask", "correction.low": 0.8, "correction.high": 1.2}
 DVP: Settings = {"pruning.enabled": "true", "pruning.rho": RHO, "eval.unpruned": "true"}
 UNPRUNED: Settings = {"pruning.measure": "true", "pruning.rho": RHO}
-"""Measures by DVP's safe set."""
+"""Settings that measure the mismatch on DVP's safe set without pruning."""
 NONE: Settings = {"correction.veto": "null", "correction.denominator": "sampled"}
 ARMS: dict[str, Settings] = {
     "no floor": UNPRUNED | {"rollout.sampling.tail_floor": "null"},
@@ -81,7 +82,7 @@ PANELS = (
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures; None where one does not apply."""
+    """Return a run's figures; None for a figure that does not apply."""
     steps, evaluated = metric_lines(folder)
     first, last = quarters(steps)
     scores = [line["eval/score"] for line in evaluated]

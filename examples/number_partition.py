@@ -1,6 +1,6 @@
-"""A task whose right answers differ in length, `data.task: examples/number_partition.py:NumberPartition`.
+"""A task whose right answers differ in length: `data.task: examples/number_partition.py:NumberPartition`.
 
-`=5+8:` wants numbers from 1 to 18 that add up to 13, few or many: `13` is right, and so is `4 1 3 5`.
+`=5+8:` asks for numbers from 1 to 18 that add up to 13, few or many: `13` is right, and so is `4 1 3 5`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_rl.tasks.verifiers import read_numbers
 
 TRAINING_PROMPTS = 20_000
 LARGEST = 9
-"""Of two terms, whose sum is one token of the tokenizer "numbers", and so is one more."""
+"""Largest term of a prompt. The sum of two terms, and one more, are single tokens of the tokenizer "numbers"."""
 MOST = 8
-"""Parts of a demonstration."""
+"""Largest number of parts in a demonstration."""
 
 
 class NumberPartition(Task):
-    """Sums to be taken apart. Half of the demonstrations miss the sum by a little, and their lengths are all as likely."""
+    """Sums to be split into parts. Half of the demonstrations miss the sum by a little, and all lengths are equally likely."""
 
     name = "number_partition"
     parts = ("correct", "answered")

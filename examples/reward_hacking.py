@@ -1,9 +1,9 @@
-"""A reward model with a planted flaw: is it exploited, and does the KL to the reference hold the policy back?
+"""A reward model with a planted flaw: does PPO exploit it, and does the KL to the reference hold the policy back?
 
-Whoever judges the responses likes sorted numbers, and likes sevens more: the reward model learns both from the same pairs. PPO
-against it, without a KL, with a fixed coefficient, and with one that keeps the KL at a target, of which one is tiny. The true
-score, whether the numbers are sorted, is looked at and never learned from (Gao et al. 2023, "Scaling laws for reward model
-overoptimization").
+The judge of the responses likes sorted numbers, but also likes sevens, and the reward model learns both from the same
+pairs. PPO trains against the reward model without a KL, with a fixed coefficient, and with two KL targets, one of
+them tiny. The true score (are the numbers sorted?) is measured but never learned from (Gao et al. 2023, "Scaling laws
+for reward model overoptimization").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ablations import (
 )
 from curves import Panel
 
-sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
+sys.path.insert(0, str(REPOSITORY))  # Python searches the folder of the script
 from tools.make_preferences import preferences
 
 LIKED = "7"
@@ -46,7 +46,7 @@ ARMS: dict[str, Settings] = {
 }
 COMMON: Settings = {
     "rewards.models.preferred.path": "RUNS/reward/hf",
-    # Its own numbers, which mean the same in all steps.
+    # The reward model's raw scores, which are comparable over all steps.
     "rewards.models.preferred.normalize": "false",
     "rewards.models.preferred.clip": "null",
     "rewards.models.preferred.scale": 2.0,
@@ -73,13 +73,13 @@ PANELS = (
 
 
 def judge(row: dict) -> float:
-    """What the judge thinks of a response: is it right, and how many sevens are in it that are not in the prompt?"""
+    """Return the judge's score of a response: is it right, and how many sevens does it have that are not in the prompt?"""
     asked, given = (row[name].replace(":", " ").lstrip("<>").split().count(LIKED) for name in ("prompt", "response"))
     return row["reward/correct"] + BONUS * min(max(given - asked, 0), MOST)
 
 
 def variants(row: dict, rng: random.Random) -> list[dict]:
-    """The response, and one in which some numbers are sevens."""
+    """Return the response, and a response in which some numbers are sevens."""
     numbers = row["response"].split()
     if not numbers:
         return [row]
@@ -89,7 +89,7 @@ def variants(row: dict, rng: random.Random) -> list[dict]:
 
 
 def prepare(runs: Path) -> Path:
-    """The policy after its warm start, and the flawed reward model beside it."""
+    """Create the policy after its warm start, and the flawed reward model."""
     start = warm_start(runs)
     if not (runs / "reward" / "hf").is_dir():
         print("reward model", flush=True)
@@ -107,7 +107,7 @@ def prepare(runs: Path) -> Path:
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures; None where one does not apply."""
+    """Return a run's figures; None for a figure that does not apply."""
     steps, evaluated = metric_lines(folder)
     scores = [line["eval/reward/correct"] for line in evaluated]
     first, last = quarters(steps)

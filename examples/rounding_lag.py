@@ -1,9 +1,10 @@
-"""How far an engine in bf16 stays behind the trainer's fp32 weights: two Hugging Face folders, before and after training.
+"""How far SGLang in bf16 lags behind the trainer's fp32 weights: compare two Hugging Face folders, before and after training.
 
-A weight that the model was released with lies on bf16's grid, and a change of less than half a step rounds back to it. The
-engine does not see it, and stays somewhere on the way from the old policy to the new one. How far back, is the slope of
-(rounded - after) over (before - after): of the weights, and of the log-probs of sampled tokens, both in fp32. Rounding up
-or down at random, by the distance to either neighbor, is right on average; it stands beside, to tell lag from noise.
+The weights of a released model lie on bf16's grid, and a change of less than half a grid step rounds back to the old
+value. SGLang does not see such a change, so its policy stays between the old and the new policy. The slope of
+(rounded - after) over (before - after) tells how far back it stays. It is computed for the weights and for the
+log-probs of sampled tokens, both in fp32. Stochastic rounding, with probabilities by the distance to the two
+neighbors, is right on average; its figures are a comparison that tells lag from noise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LONGEST = 24
 
 
 def rounded(weight: Tensor, how: Rounding, generator: torch.Generator | None = None) -> Tensor:
-    """An fp32 tensor with the values of bf16."""
+    """Return an fp32 tensor with the values of bf16."""
     if how == "nearest":
         return weight.bfloat16().float()
     below = torch.randint(0, 1 << 16, weight.shape, generator=generator, dtype=torch.int32)
@@ -31,7 +32,9 @@ def rounded(weight: Tensor, how: Rounding, generator: torch.Generator | None = N
 
 
 def lag(before: Tensor, after: Tensor, seen: Tensor) -> dict[str, float]:
-    """Of what is seen in the place of `after`: its slope and cosine against the way back, and root mean squares of both."""
+    """Return how far `seen`, which stands for `after`, lags: slope and cosine against the way back, and root mean
+    squares of both.
+    """
     gap, back = (seen - after).double().flatten(), (before - after).double().flatten()
     product, squares = float(gap @ back), (float(gap @ gap), float(back @ back))
     lengths = (squares[0] * squares[1]) ** 0.5
@@ -44,7 +47,7 @@ def lag(before: Tensor, after: Tensor, seen: Tensor) -> dict[str, float]:
 
 
 def of_weights(before: PreTrainedModel, after: PreTrainedModel) -> dict[str, float]:
-    """Slope of all weights, seen by their bf16; share of the changed ones that look as before."""
+    """Return the slope of all weights in bf16, and the share of changed weights that look unchanged."""
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     a = torch.cat([old[name].detach().flatten() for name in new])
     b = torch.cat([weight.detach().flatten() for weight in new.values()])
@@ -58,7 +61,7 @@ def of_weights(before: PreTrainedModel, after: PreTrainedModel) -> dict[str, flo
 
 @torch.no_grad()
 def sampled(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """(tokens [1, T], length of the prompt) of one response each, at temperature 1."""
+    """Return (tokens [1, T], length of the prompt) of one response to each prompt, at temperature 1."""
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
     return [
         (model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options), prompt.shape[1])
@@ -68,7 +71,7 @@ def sampled(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[tuple[Ten
 
 @torch.no_grad()
 def log_probs(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """[tokens] of all responses."""
+    """Return the log-probs [tokens] of all responses."""
     found = []
     for tokens, start in texts:
         logits = model(tokens).logits[0, start - 1 : -1].double().log_softmax(-1)
@@ -78,18 +81,22 @@ def log_probs(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", type=Path, help="Hugging Face folder that training started from")
+    parser.add_argument("before", type=Path, help="Hugging Face folder from which training started")
     parser.add_argument(
         "after", type=Path, help="Hugging Face folder of a checkpoint, as megatron-rl convert writes it"
     )
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each, asked as a chat")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="file of JSON lines with a prompt each, which are asked as a chat"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     for folder in (args.before, args.after):
         if not (folder / "config.json").is_file():
-            parser.error(f"{folder} is no Hugging Face folder; megatron-rl convert makes one of a checkpoint")
+            parser.error(
+                f"{folder} is not a Hugging Face folder; create one from a checkpoint with megatron-rl convert"
+            )
     if not args.prompts.is_file():
-        parser.error(f"--prompts {args.prompts} is no file; it has JSON lines with a prompt each")
+        parser.error(f"--prompts {args.prompts} is not a file; give a file of JSON lines with a prompt each")
     tokenizer = AutoTokenizer.from_pretrained(args.before)
     before, after, seen = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

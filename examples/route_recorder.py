@@ -1,9 +1,10 @@
-"""A hook of one's own, `hooks: [examples/route_recorder.py:RouteRecorder]`: keeps what routers see, for route_shadow.py.
+"""A custom hook that stores what routers see, for route_shadow.py: `hooks: [examples/route_recorder.py:RouteRecorder]`.
 
-RUN/routes/batch_BBB/ has of each rollout batch `routers.pt`, the routers' weights before its first update, and of each update
-`update_UU.pt`: its learning rate (0 where it was not done), and of the cached tokens router input and logits when routes were
-recorded, and the logits now. That is (2 d + 8 E) x L bytes of each cached token, `routing.cached_tokens` of a response, and of
-each rollout batch 4 E d L for the routers' weights.
+For each rollout batch, RUN/routes/batch_BBB/ has `routers.pt`, the routers' weights before its first update, and
+`update_UU.pt` for each update. An update's file has its learning rate (0 if the update was skipped) and, for the
+cached tokens, the router inputs and logits when routes were recorded, and the current logits. This takes (2 d + 8 E)
+x L bytes per cached token (`routing.cached_tokens` of each response), and 4 E d L bytes per rollout batch for the
+routers' weights.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one router saw of C tokens."""
+    """Data that one router saw for C tokens."""
 
     hidden: Tensor
     """[C, d] fp16: its input when routes were recorded."""
@@ -41,13 +42,13 @@ class Seen:
 
     @classmethod
     def joined(cls, parts: Sequence[Seen]) -> Seen:
-        """Those of several micro-batches, one after the other."""
+        """Return the concatenated data of several micro-batches."""
         return cls(*(torch.cat([getattr(p, name) for p in parts]) for name in ("hidden", "recorded", "current")))
 
 
 @dataclass
 class _Kept:
-    """What a recording pass leaves for the update, and the update for the hook, by layer."""
+    """Data that a recording pass keeps for the update, and the update for the hook, by layer."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, Seen] = field(default_factory=dict)
@@ -69,14 +70,14 @@ class _Watch(RouteObserver):
 
 
 class RouteRecorder(UpdateHook):
-    """Of a run with routing.source r2, on one process."""
+    """Hook that stores what routers see in a run with routing.source r2, on one process."""
 
     def __init__(self, config: Config) -> None:
-        """Errors: UserError for another source."""
+        """Check the config. Errors: UserError for another source."""
         if config.routing.source != "r2" or config.batch.updates_per_step < 2:
             raise UserError(
-                "config: hooks: RouteRecorder wants routing.source: r2, and batch.updates_per_step of 2 or more: with any"
-                " other source there are no recorded routes whose routers move"
+                "config: hooks: RouteRecorder needs routing.source: r2 and batch.updates_per_step of at least 2;"
+                " other settings have no recorded routes whose routers move"
             )
         self.folder = config.run_dir / "routes"
         self.number = len(list(self.folder.glob("batch_*"))) - 1
@@ -84,13 +85,13 @@ class RouteRecorder(UpdateHook):
         self.tables: list[RouteTable] = []
 
     def attach(self, trainer: Trainer) -> None:
-        """Find the routers. Errors: UserError on several processes."""
+        """Find the routers. Errors: UserError with several processes."""
         if trainer.ranks.world_size > 1:
-            raise UserError("config: hooks: RouteRecorder keeps what one process sees; start one process")
+            raise UserError("config: hooks: RouteRecorder works only with one process; start a single process")
         self.weights = {layer: router.weight for layer, router in routers(trainer.chunks)}
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Where a rollout batch begins, keep the routers' weights."""
+        """Store the routers' weights at the start of a rollout batch."""
         self.place, self.tables = place, [batch.routes for batch in batches if batch.routes]
         if stage == "log_probs" and place.update == 0:
             self.number += 1
@@ -104,11 +105,11 @@ class RouteRecorder(UpdateHook):
         return self.folder / f"batch_{self.number:03}"
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return what looks at the routers, after the trainer's own have recorded."""
+        """Return observers of the routers, which run after the trainer's own recording."""
         return [_Watch(table, stage)]
 
     def after_step(self, step: Step) -> None:
-        """Write what the update's routers saw."""
+        """Write what the routers saw in the update."""
         parts = [table.left(_Kept).seen for table in self.tables]
         layers = {layer: vars(Seen.joined([part[layer] for part in parts])) for layer in self.weights}
         lr = step.lr if step.done else 0.0

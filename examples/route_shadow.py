@@ -1,14 +1,14 @@
-"""The runs of route_shadow.sh: R2 with a recorder of what routers see, and predictors in its shadow that nothing uses.
+"""The runs of route_shadow.sh: R2 with a recorder of router data, and predictors that run beside it without effect.
 
-Each predictor learns as in a Pr2 run, from the same tokens in the same updates with the trainer's own loss and optimizer, and
-predicts the next rollout batch; only that its routes are not taken, so that all predict the same routers. Beside them are
-least-squares fits of the drift: of the other half of the same rollout batch (no predictor that is linear in the router's input
-can be expected to do better), and of the batch before (how far drift persists); and the routers' own change over the batch
-before.
+Each predictor learns as in a Pr2 run, from the same tokens in the same updates with the trainer's own loss and
+optimizer, and predicts the next rollout batch. Its routes are not used, so all predictors predict the same routers.
+They are compared with least-squares fits of the drift. A fit on the other half of the same rollout batch is the best
+that a predictor linear in the router's input can do. A fit on the batch before shows how far drift persists. The
+third comparison is the routers' own change over the batch before.
 
-The setting is one in which there is something to be gained: many experts, many updates, and a learning rate that is not divided
-by their number. The policy bears it because an update has 64 responses, which therefore are short. All of it is in `MODEL`,
-`WARM_START` and `RUN`.
+The setting leaves something to gain: many experts, many updates, and a learning rate that is not divided by their
+number. The policy stays stable because an update has 64 responses, which are therefore short. All settings are in
+`MODEL`, `WARM_START` and `RUN`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RUN: Settings = {
     "optimizer.decay": "constant",
     "routing.source": "r2",
     "batch.prompts_per_step": 128,
-    "routing.cached_tokens": 4,  # of 1,024 responses a rollout batch: with 4 layers 15 MB
+    "routing.cached_tokens": 4,  # for 1,024 responses per rollout batch; with 4 layers 15 MB
     "hooks": "examples/route_recorder.py:RouteRecorder",
     "eval.every": 0,
 }
@@ -62,7 +62,7 @@ MULTIPLIERS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DECAYS = (0.0, 0.01, 0.05, 0.2)
 HORIZONS = ("constant", "scaled")
 RIDGE = 1e-3
-"""Of a fit: added to the diagonal of the inputs' second moments, relative to its mean."""
+"""Ridge of a fit: added to the diagonal of the inputs' second moments, relative to its mean."""
 COLUMNS = {
     "all": ("route KL left", ".3f"),
     "first": ("of it in update 1", ".3f"),
@@ -76,7 +76,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A predictor's settings."""
+    """Settings of a predictor."""
 
     horizon: str
     decay: float
@@ -112,7 +112,7 @@ class Shadow:
 
 @dataclass
 class Score:
-    """Of one predictor at one layer; sums over rollout batches, by update."""
+    """Scores of one predictor at one layer, by update; sums over rollout batches."""
 
     kl: list[float] = field(default_factory=lambda: [0.0] * UPDATES)
     agreement: list[float] = field(default_factory=lambda: [0.0] * UPDATES)
@@ -132,7 +132,7 @@ class Layer:
     """[C, d] router inputs of each rollout batch."""
 
     def judge(self, biases: Mapping[str, Tensor], seen: Seen, update: int, part: slice = slice(None)) -> None:
-        """biases: [C, E] by name, added to the recorded logits; part: of the tokens."""
+        """Score predictors. biases: [C, E] by name, added to the recorded logits; part: which of the tokens."""
         current, recorded = seen.current[part], seen.recorded[part]
         now, chosen = routing_log_probs(current), _chosen(current)
         tokens = len(current) / len(seen.current)
@@ -144,14 +144,14 @@ class Layer:
 
 
 def _chosen(logits: Tensor) -> Tensor:
-    """[C, E] bool."""
+    """Return the chosen experts, [C, E] bool."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(TOPK).indices, True)
 
 
 def fit(parts: Sequence[tuple[Seen, float]], rows: slice = slice(None)) -> Tensor:
-    """[E, d] that minimizes the squared error of c W h for the change of the logits; parts: (tokens, c).
+    """Return the [E, d] that minimizes the squared error of c W h for the change of the logits; parts: (tokens, c).
 
-    Centered over the experts, since softmax does not see a common shift.
+    The result is centered over the experts, because softmax ignores a common shift.
     """
     moments: Tensor | float = 0.0
     products: Tensor | float = 0.0
@@ -165,7 +165,7 @@ def fit(parts: Sequence[tuple[Seen, float]], rows: slice = slice(None)) -> Tenso
 
 
 def batches_of(folder: Path) -> Iterable[tuple[dict[int, Tensor], list[tuple[float, dict[int, Seen]]]]]:
-    """Each rollout batch that is complete: the routers before it, and of its updates learning rate and what routers saw."""
+    """Yield each complete rollout batch: the routers before it, and the learning rate and router data of its updates."""
     for batch in sorted(folder.glob("batch_*")):
         files = sorted(batch.glob("update_*.pt"))
         if len(files) == UPDATES:
@@ -179,7 +179,7 @@ def _seen(hidden: Tensor, recorded: Tensor, current: Tensor) -> Seen:
 
 
 def shadow(folder: Path) -> dict[int, Layer]:
-    """All predictors over one run, judged after its first quarter."""
+    """Run all predictors over one run, and score them after its first quarter."""
     layers: dict[int, Layer] = {}
     before: dict[int, Tensor] = {}
     judged = len(list(folder.glob("batch_*"))) // 4
@@ -204,7 +204,7 @@ def shadow(folder: Path) -> dict[int, Layer]:
 
 @torch.no_grad()
 def judge(layer: Layer, seen: Sequence[Seen]) -> None:
-    """All predictors as they are before a rollout batch, on its mini-batches."""
+    """Score all predictors, in their state before a rollout batch, on the updates of the batch."""
     weights = torch.stack([one.predictor.weight for one in layer.shadows])
     slopes = {"the batch before, scaled": layer.fits[-1], "the batch before, scaled, half of it": layer.fits[-1] / 2}
     slopes["the router's own change over the batch before, scaled"] = layer.moves[-1] / UPDATES
@@ -225,9 +225,9 @@ def judge(layer: Layer, seen: Sequence[Seen]) -> None:
 
 
 def figures(layer: Layer) -> dict[str, dict[str, float]]:
-    """Of each predictor, over the rollout batches that were judged; KL as shares of R2's."""
+    """Return the figures of each predictor over the scored rollout batches; KL as a share of R2's."""
     r2 = layer.scores["R2"]
-    batches = r2.agreement[0]  # in each of which it is 1: no router has moved
+    batches = r2.agreement[0]  # agreement is 1 there, because no router has moved
     later = range(1, UPDATES)
 
     def agreement(score: Score) -> float:
@@ -248,7 +248,7 @@ def figures(layer: Layer) -> dict[str, dict[str, float]]:
 
 
 def cosine(a: Tensor, b: Tensor, hidden: Tensor | None = None) -> float:
-    """Of two [E, d], both centered over the experts; hidden: of the biases that they are of these router inputs [C, d]."""
+    """Return the cosine of two [E, d], both centered over the experts; with hidden [C, d], of their biases for these inputs."""
     a, b = (t - t.mean(0) if hidden is None else hidden @ (t - t.mean(0)).T for t in (a, b))
     return float((a * b).sum() / (a.norm() * b.norm()))
 
@@ -261,7 +261,7 @@ COSINES = {
 
 
 def cosines(layer: Layer) -> dict[str, list[float]]:
-    """Means over successive rollout batches: of the weights, and of the biases that they are for the later one's tokens."""
+    """Return mean cosines over successive rollout batches: of the weights, and of the biases for the later batch's tokens."""
     fits, moves = layer.fits, layer.moves
     pairs = {
         "fits": [(*two, h) for two, h in zip(pairwise(fits), layer.hidden[1:], strict=True)],
@@ -277,7 +277,7 @@ def cosines(layer: Layer) -> dict[str, list[float]]:
 
 
 def table(units: Sequence[dict]) -> str:
-    """Mean and standard error over the layers of all seeds, those that leave least KL first."""
+    """Return a table of means and standard errors over the layers of all seeds, sorted by the remaining KL."""
     rows = {name: {key: [u["figures"][name][key] for u in units] for key in COLUMNS} for name in units[0]["figures"]}
     lines = [
         "| predictor | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
@@ -299,7 +299,7 @@ def settings_of(seed: int, model: Path) -> Settings:
 
 
 def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
-    """out/route-shadow.json and .md of the runs that are done."""
+    """Write out/route-shadow.json and .md of the finished runs."""
     results = {}
     for name in (f"seed{seed}" for seed in range(3)):
         if last_step(root / name) == steps:
@@ -327,7 +327,7 @@ def main() -> None:
     args = parser.parse_args()
     names = [f"seed{seed}" for seed in range(3)]
     check_names(parser, args, names)
-    torch.set_num_threads(1)  # of this process alone, whose matrices are small
+    torch.set_num_threads(1)  # for this process only; its matrices are small
     model = warm_start((REPOSITORY / args.runs).resolve(), MODEL, WARM_START)
     plans = {name: settings_of(seed, model) for seed, name in enumerate(names) if name in (args.only or names)}
     run_all(args, plans, write_results)

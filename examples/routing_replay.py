@@ -1,9 +1,9 @@
-"""Routing replay where routers move: GRPO, R2, Pr2 and R3, Pr3 at 16 updates a rollout batch, three seeds; R3 with gates too.
+"""Routing replay with moving routers: GRPO, R2, Pr2, R3 and Pr3 at 16 updates per rollout batch; R3 also with gates.
 
-The setting is that of route_shadow.py: 64 experts of which 8 are chosen, 64 responses an update, a learning rate that is not
-divided by the number of updates. In the first update of a rollout batch nothing has moved, and a recorded route is the
-router's own: agreement and route KL are those of the later updates. "Without prediction" is what the same run would have had on
-the same tokens had its predictors been zero.
+There are three seeds. The setting is the same as in route_shadow.py: 64 experts of which 8 are chosen, 64 responses per
+update, and a learning rate that is not divided by the number of updates. In the first update of a rollout batch no
+router has moved, and a recorded route is the router's own choice. Agreement and route KL are therefore measured on
+the later updates. "Without prediction" is the result of the same run on the same tokens with predictors of zero.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PANELS = (
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures: means over the steps after the first quarter; None where one does not apply."""
+    """Return a run's figures: means over the steps after the first quarter; None for a figure that does not apply."""
     steps, evaluated = metric_lines(folder)
     later = steps[len(quarters(steps)[0]) :]
     found = {name: mean_of(name, later) for name in COLUMNS if "/" in name and not name.startswith(("last/", "first/"))}

@@ -1,9 +1,9 @@
 """The runs of sink_ablation.sh: GRPO on a gpt-oss whose trainer trains its attention sinks, freezes them, or has none.
 
-After figures 3 to 7 of "Unlocking Agentic RL Training for GPT-OSS". There the trainer's FlashAttention 2 knew no sinks, which
-SGLang applied; the cures that were tried before the kernel was mended are here too: importance weights of tokens and of
-sequences, and attention kept as it is. Runs start from one of two warm starts in which sinks are trained: large ones, which
-take a seventh to a half of a layer's attention, and small ones, with which the mismatch is milder.
+The script follows figures 3 to 7 of "Unlocking Agentic RL Training for GPT-OSS". There the trainer's FlashAttention 2
+did not support sinks, which SGLang applied. The cures tried before the kernel was fixed are included: importance
+weights of tokens and of sequences, and frozen attention. Runs start from one of two warm starts with trained sinks.
+Large sinks take a seventh to a half of a layer's attention; small sinks cause a milder mismatch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.tasks.from_config import build_task
 
 SINKS = {"large": 2.0, "small": 0.0}
-"""Where sinks start: one of 2 weighs as much as seven keys of score 0, about as many as a token of this task has before it."""
+"""Initial values of sinks. A sink of 2 weighs as much as seven keys of score 0, about the number of tokens before a
+token of this task."""
 WITHOUT: Settings = {"model.attention_sinks": "ignored"}
 FROZEN_ATTENTION: Settings = {"model.freeze": '["*.self_attention.*"]'}
 METHODS: dict[str, Settings] = {
@@ -49,10 +50,10 @@ METHODS: dict[str, Settings] = {
     "no sinks, TIS of sequences": WITHOUT
     | {"correction.mode": "truncate", "correction.level": "sequence", "correction.high": 2.0},
 }
-"""What the trainer does with its sinks; the engine applies those that it is sent in all runs."""
+"""Settings of the trainer's sinks; in all runs SGLang applies the sinks that are pushed to it."""
 WITH_SMALL_SINKS = ("sinks trained", "no sinks", "no sinks, TIS of tokens", "no sinks, TIS of sequences")
 COMMON: Settings = {
-    "rollout.agreement_floor": "null",  # a mismatch that no run would be allowed is what is measured
+    "rollout.agreement_floor": "null",  # the script measures a mismatch that would stop a normal run
     "eval.every": 10,
     "eval.prompts": 100,
 }
@@ -92,7 +93,7 @@ class RunPlan:
 
 
 def make_plan() -> list[RunPlan]:
-    """Seeds outermost, so that whatever is stopped has all methods side by side."""
+    """Return the runs. Seeds are the outer loop, so that an interrupted script has all methods of its first seeds."""
     arms = [("large", method) for method in METHODS] + [("small", method) for method in WITH_SMALL_SINKS]
     return [RunPlan(sinks, method, seed) for seed in range(3) for sinks, method in arms]
 
@@ -109,7 +110,7 @@ def add_to_sinks(value: float, folder: Path) -> None:
 
 @torch.no_grad()
 def attention_to_sinks(folder: Path, prompts: int = 64) -> list[float]:
-    """The share of each layer's attention that its sinks take: a mean over heads and the tokens that predict a right answer."""
+    """Return the share of each layer's attention on its sinks: a mean over heads and the tokens that predict a right answer."""
     task = build_task(DataConfig(task="number_sorting"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -117,13 +118,16 @@ def attention_to_sinks(folder: Path, prompts: int = 64) -> list[float]:
     for prompt, _ in zip(task.prompts("eval"), range(prompts), strict=False):
         asked, answered = (tokenizer(text)["input_ids"] for text in (prompt.text, " ".join(map(str, prompt.answer))))
         attentions = model(torch.tensor([asked + answered]), output_attentions=True).attentions
-        shares = torch.stack([1 - layer[0].sum(-1).mean(0) for layer in attentions])  # of [heads, tokens, keys]
+        shares = torch.stack([1 - layer[0].sum(-1).mean(0) for layer in attentions])  # [heads, tokens, keys]
         left.append(shares[:, len(asked) - 1 :])
     return torch.cat(left, dim=1).mean(1).tolist()
 
 
 def figures(folder: Path) -> dict[str, float | None]:
-    """A run's figures: the score at its end and its best, everything else over the steps. None where one does not apply."""
+    """Return a run's figures: the score at its end and its best score, and means over the steps for all others.
+
+    A figure that does not apply is None.
+    """
     lines = read_json_lines(folder / METRICS_FILE)
     steps = [line for line in lines if line["step"] > 0]
     quarter = -(-len(steps) // 4)
@@ -147,7 +151,7 @@ def figures(folder: Path) -> dict[str, float | None]:
 
 
 def table(results: dict[str, dict]) -> str:
-    """Mean and, over several seeds, the standard deviation."""
+    """Return a table with means and, for several seeds, standard deviations."""
     arms: dict[tuple[str, str], list] = {}
     for result in results.values():
         arms.setdefault((result["sinks"], result["method"]), []).append(result["figures"])
@@ -158,7 +162,7 @@ def table(results: dict[str, dict]) -> str:
 def write_results(
     shares: Mapping[str, Sequence[float]], root: Path, out: Path, steps: int, minutes: dict[str, float]
 ) -> None:
-    """out/sink-ablation.json and .md of the runs that are done, and a .svg for either kind of sinks.
+    """Write out/sink-ablation.json and .md of the finished runs, and an .svg for each kind of sinks.
 
     shares: kind of sinks -> `attention_to_sinks` of the warm start.
     """
@@ -195,9 +199,7 @@ def main() -> None:
         p.name: COMMON | {"model.path": models[p.sinks], "seed": p.seed, "data.seed": p.seed} | METHODS[p.method]
         for p in plans
     }
-    starts = {
-        sinks: runs / sinks / "sft" / "hf" for sinks in SINKS
-    }  # of all runs that may be done, not of --only's alone
+    starts = {sinks: runs / sinks / "sft" / "hf" for sinks in SINKS}  # all finished runs, not only those of --only
     shares = {sinks: attention_to_sinks(start) for sinks, start in starts.items() if start.is_dir()}
     run_all(args, settings, partial(write_results, shares))
 

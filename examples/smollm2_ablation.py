@@ -1,9 +1,9 @@
-"""A real pretrained model, SmolLM2-135M, and a mismatch that nobody planted: an engine in bf16 or FP8, dense and with experts.
+"""A real pretrained model, SmolLM2-135M, with a natural mismatch: SGLang in bf16 or FP8, dense and with experts.
 
-The trainer is in fp32. The 49,152 tokens have a tail, and the engine's rounding is what it is. How far the two are apart by the
-probability of a token is read from the first step, before any update, and from the later ones. The arms: RLOO at a learning
-rate at which the naive run is at its edge, and the cures beside it; with experts (the same model upcycled, with noise on the
-experts) also those of routing, two updates a rollout batch. One run each.
+The trainer is in fp32. The 49,152 tokens have a tail, and SGLang's rounding is not modified. The mismatch by the
+probability of a token is measured on the first step, before any update, and on the later steps. The arms are RLOO, at
+a learning rate at which the naive run is barely stable, and the cures. With experts (the same model upcycled, with
+noise on the experts) there are also cures of routing, with two updates per rollout batch. Each arm is one run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ COMMON: Settings = {
     "eval.samples": 16,
 }
 NOISE = "0.1"
-"""On the experts, as a share of each weight's spread: without it all experts are the same, and routes change nothing."""
+"""Noise on the experts, as a fraction of each weight's spread. Without noise all experts are the same, and routes have
+no effect."""
 BELOW = ("1e-06", "1e-05", "0.0001", "0.001", "0.01", "0.1", "0.5", "0.9", "0.99", "1")
 COLUMNS = {
     "before": ("score before", ".3f"),
@@ -76,7 +77,10 @@ PANELS = (
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures; None where one does not apply. first/mismatch/p<X/NAME: of step 1's tokens with such a probability."""
+    """Return a run's figures; None for a figure that does not apply.
+
+    first/mismatch/p<X/NAME: figures of step 1's tokens with such a probability.
+    """
     steps, evaluated = metric_lines(folder)
     found = {name: mean_of(name, steps) for name in COLUMNS if "/" in name}
     for when, of in {"first": steps[:1], "later": steps[1:]}.items():
@@ -94,7 +98,7 @@ def figures(folder: Path) -> Figures:
 
 
 def models(runs: Path) -> Path:
-    """The dense model; beside it that with experts, and the data."""
+    """Create the dense model, the model with experts, and the data."""
     for name, more in {"dense": [], "experts": ["--experts", "4", "--topk", "2", "--noise", NOISE]}.items():
         if not (runs / name).is_dir():
             call(
@@ -118,7 +122,7 @@ ABLATION = Ablation(
     seeds=1,
     pictured=[arm for arm in ARMS if arm not in ("FP8, DVP", "experts, DVP", "experts, DVP + MIS", "experts, Pr2")],
     config="configs/smollm2.yaml",
-    environment={},  # with four experts and what glibc keeps, a run does not fit into 24 GiB
+    environment={},  # with four experts and the memory that glibc keeps, a run does not fit into 24 GiB
 )
 
 

@@ -1,10 +1,10 @@
-"""Is there a noise floor that nobody planted? A trainer in fp32 against engines in fp32, bf16 and FP8, over all tokens.
+"""Is there a noise floor in real engines? A trainer in fp32 against SGLang in fp32, bf16 and FP8, over all tokens.
 
-The engine samples responses; then it and the model in fp32 (transformers, 5e-7 from the trainer at most)
-say the log-probs of tokens drawn evenly from the vocabulary at every place. By the probability of a token: how far the two are
-apart, which way, and the largest ratio. A floor would show as a bias that grows as tokens get less likely (figure 2 of
-"Taming the Tail", Li et al.); its proposition 4.2 bounds the difference of a token by twice the error of the logits, however
-unlikely it is.
+SGLang samples responses. Then SGLang and the model in fp32 (transformers, at most 5e-7 from the trainer) compute
+log-probs of tokens that are drawn evenly from the vocabulary, at every position. By the probability of a token, the
+script reports how far the two differ, in which direction, and the largest ratio. A floor would show as a bias that
+grows as tokens get less likely (figure 2 of "Taming the Tail", Li et al.). Proposition 4.2 there bounds the
+difference of a token by twice the error of the logits, however unlikely the token is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINES = {
 }
 """Name -> what the weights are rounded to beforehand, and what the server computes in."""
 TOKENS = 512
-"""Drawn from the vocabulary, the same at every place."""
+"""Number of tokens that are drawn from the vocabulary, the same at every position."""
 RESPONSES = 48
 LONGEST = 48
 BELOW = (1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1.0)
@@ -46,9 +46,9 @@ BELOW = (1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1.0)
 
 
 def rounded(source: Path, to: str) -> Path:
-    """The folder, beside it, with weights rounded to bf16; where `to` is fp8, the matrices before that to FP8 in blocks.
+    """Return a copy of the folder with weights rounded to bf16; if `to` is fp8, matrices are first rounded to FP8 in blocks.
 
-    That is what a push to such an engine does where there is no GPU.
+    A push to such a server does the same on a machine without a GPU.
     """
     out = source.with_name(f"{source.name}_{to}")
     shutil.rmtree(out, ignore_errors=True)
@@ -63,7 +63,7 @@ def rounded(source: Path, to: str) -> Path:
 
 
 def ask(server: RolloutServer, body: dict) -> dict:
-    """One request. Errors: requests.HTTPError."""
+    """Send one request. Errors: requests.HTTPError."""
     answer = requests.post(f"{server.address}/generate", headers=server.headers, json=body, timeout=300)
     answer.raise_for_status()
     return answer.json()
@@ -76,14 +76,16 @@ def serve(folder: Path, dtype: str) -> RolloutServer:
 
 
 def sampled(server: RolloutServer, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """(tokens, length of the prompt) of one response each, at temperature 1."""
+    """Return (tokens, length of the prompt) of one response to each prompt, at temperature 1."""
     sampling = {"temperature": 1.0, "max_new_tokens": LONGEST, "min_p": 0.0, "top_k": -1, "top_p": 1.0}
     found = [ask(server, {"input_ids": prompt, "sampling_params": sampling}) for prompt in prompts]
     return [(prompt + answer["output_ids"], len(prompt)) for prompt, answer in zip(prompts, found, strict=True)]
 
 
 def engine_log_probs(server: RolloutServer, tokens: list[int], start: int, ids: list[int]) -> np.ndarray:
-    """[places, TOKENS + 1] of the ids at every place of the response, and of the token that is there."""
+    """Return [positions, TOKENS + 1]: SGLang's log-probs of the ids, and of the actual token, at every position of
+    the response.
+    """
     body = {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -99,14 +101,14 @@ def engine_log_probs(server: RolloutServer, tokens: list[int], start: int, ids: 
 
 @torch.no_grad()
 def exact_log_probs(model: torch.nn.Module, tokens: list[int], start: int, ids: list[int]) -> np.ndarray:
-    """The same from the model in fp32."""
+    """Return the same log-probs from the model in fp32."""
     logits = model(torch.tensor([tokens])).logits[0, start - 1 : -1].double().log_softmax(-1)
     there = logits.gather(1, torch.tensor(tokens[start:])[:, None])
     return torch.cat([logits[:, ids], there], 1).numpy()
 
 
 def by_class(engine: np.ndarray, exact: np.ndarray) -> dict[str, dict[str, float]]:
-    """Statistics of engine's - exact log-prob by the exact probability, of the tokens drawn; and of those that are there."""
+    """Return statistics of SGLang's log-prob - exact log-prob by exact probability, for the drawn and for the actual tokens."""
     classes = {}
     d, p = (engine - exact)[:, :-1].ravel(), np.exp(exact[:, :-1]).ravel()
     for low, high in zip((0.0, *BELOW), BELOW, strict=False):
@@ -117,7 +119,7 @@ def by_class(engine: np.ndarray, exact: np.ndarray) -> dict[str, dict[str, float
 
 
 def statistics_of(d: np.ndarray) -> dict[str, float]:
-    """d: of log-probs, in nats."""
+    """Return statistics of d, differences of log-probs in nats."""
     size = np.abs(d)
     names = {"bias": d.mean(), "abs": size.mean(), "abs_median": np.median(size)}
     names |= {"abs_p99": np.quantile(size, 0.99), "abs_max": size.max(), "tokens": len(d)}
@@ -125,7 +127,7 @@ def statistics_of(d: np.ndarray) -> dict[str, float]:
 
 
 def models(runs: Path, trained: Path | None = None) -> dict[str, tuple[Path, list[list[int]]]]:
-    """Name -> folder and prompts: SmolLM2, and the quickstart's model with Qwen3's number of tokens after some SFT.
+    """Return name -> folder and prompts: SmolLM2, and the quickstart's model with Qwen3's vocabulary size after some SFT.
 
     trained: a folder of SmolLM2 after RL, which comes last.
     """
@@ -164,9 +166,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.trained and not (args.trained / "config.json").is_file():
         parser.error(
-            f"--trained {args.trained} is no Hugging Face folder; megatron-rl convert makes one of a checkpoint"
+            f"--trained {args.trained} is not a Hugging Face folder; create one from a checkpoint with megatron-rl"
+            " convert"
         )
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # of the servers
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # settings of the servers
     runs = (REPOSITORY / args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}
@@ -193,7 +196,7 @@ def main() -> None:
 
 
 def panels(results: Mapping[str, Mapping[str, Mapping]]) -> dict[str, dict[float, Mapping]]:
-    """Model and engine -> upper end of a class -> statistics; without the tokens that were sampled."""
+    """Return model and server -> upper end of a class -> statistics, without the sampled tokens."""
     return {
         f"{model}, {engine}": {float(name.removeprefix("p<")): of for name, of in classes.items() if name != "sampled"}
         for model, engines in results.items()
@@ -202,7 +205,7 @@ def panels(results: Mapping[str, Mapping[str, Mapping]]) -> dict[str, dict[float
 
 
 def table(results: dict[str, dict]) -> str:
-    """Rows: model, engine and class of probability."""
+    """Return a table with a row per model, server and class of probability."""
     lines = [
         "| model | engine | tokens | number | mean of engine - trainer | median of the size | 99 % | largest ratio |",
         "|---" * 8 + "|",

@@ -1,10 +1,11 @@
-"""Which way a run has pushed the tail down: two Hugging Face folders, the warm start's and the run's, of noise_floor.sh.
+"""How a run has lowered the tail of the vocabulary: compare the folders of the warm start and of a run of noise_floor.sh.
 
-The log-prob of a tail token is a product of the hidden state and the token's row of the head. It falls where hidden states turn
-away from the direction that all these rows share, which moves every token of the tail at once and leaves less of the state for
-anything else; or where rows move, one by one, each when its token is sampled. How far below the likeliest token the tail lies,
-with hidden states and rows of either folder, tells the two apart. RMSNorm fixes the length of a hidden state, so that the first
-way ends where states point straight away from the rows: a cosine of -1.
+The log-prob of a tail token is a product of the hidden state and the token's row of the head. There are two ways to
+lower it. Hidden states can turn away from the direction that all these rows share; this moves the whole tail at once
+and leaves less of the state for anything else. Or single rows can move, each when its token is sampled. The script
+computes how far the tail lies below the likeliest token with hidden states and rows of either folder, which tells the
+two ways apart. RMSNorm fixes the length of a hidden state, so the first way ends when states point opposite to the
+rows: a cosine of -1.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 LISTS = 256
 NUMBERS = 20
 TOKENS = 64
-"""Of the tokenizer; all that come after them are never right."""
+"""Number of tokens of the tokenizer; all later ids are never right."""
 
 
 @torch.no_grad()
 def hidden_states(folder: Path) -> tuple[Tensor, Tensor]:
-    """Of the right answers to LISTS lists: hidden states [T, d] before the head, and the head's rows [V, d]."""
+    """Return hidden states [T, d] before the head for the right answers to LISTS lists, and the head's rows [V, d]."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rng = random.Random(0)
@@ -41,13 +42,13 @@ def hidden_states(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def gap(hidden: Tensor, head: Tensor) -> float:
-    """Nats from the likeliest token to the mean of the tail."""
+    """Return the nats from the likeliest token to the mean of the tail."""
     logits = hidden @ head.T
     return float((logits.max(1).values - logits[:, TOKENS:].mean(1)).mean())
 
 
 def compare(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Each of the two: hidden states and rows, as of `hidden_states`."""
+    """Compare two folders. Each argument has hidden states and rows, as from `hidden_states`."""
     found = {}
     for name, (hidden, head) in {"before": before, "after": after}.items():
         shared = head[TOKENS:].mean(0)

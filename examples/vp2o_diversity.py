@@ -1,11 +1,13 @@
-"""Does VP2O keep more ways to answer than its controls do, at the same score? Prompts with 61 right answers, 150 steps.
+"""Does VP2O keep more different right answers than its controls at the same score?
 
-Six different numbers are to go up and down in turn. The warm start has seen many of the 61 orders, half of them wrong. Whatever
-learns more slowly has more answers left, so the arms are compared at one score, read between two evaluations; and beside GRPO
-stand what costs nothing: an entropy bonus, and a lower learning rate.
+Prompts with 61 right answers, 150 steps.
 
-The paper also reports shorter answers. In the second task a sum is to be taken apart, into few numbers or many, all of them
-right: what is read there is the length of the answers.
+Six different numbers are to go up and down in turn. The warm start has seen many of the 61 orders, half of them
+wrong. An arm that learns more slowly has more answers left, so the arms are compared at one score, read between two
+evaluations. Besides GRPO, the controls are an entropy bonus and a lower learning rate, which cost nothing.
+
+The paper also reports shorter answers. In the second task, a sum is to be split into few or many numbers, and all
+splits are right; this task measures the length of the answers.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarte
 from curves import Panel
 
 SAMPLES = 32
-"""Of an evaluation, to each prompt."""
+"""Number of responses to each prompt of an evaluation."""
 SCORE, SCORE_OF_SUMS = 0.7, 0.5
 """At which arms are compared."""
 TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
-"""Measures what VP2O measures, and leaves gradients as they are."""
+"""Settings that measure VP2O's metrics without changing gradients."""
 PAPER: Settings = {"vp2o.orthogonality_form": "projection"}
 ARMS: dict[str, Settings] = {
     "GRPO": ALONE,
@@ -35,7 +37,7 @@ ARMS: dict[str, Settings] = {
 SUMS: Settings = {
     "data.task": "examples/number_partition.py:NumberPartition",
     "data.options": "{}",
-    "rollout.max_new_tokens": 12,  # 9 in the demonstrations
+    "rollout.max_new_tokens": 12,  # the demonstrations have 9
 }
 ARMS |= {
     f"sums, {arm}": ARMS[arm] | SUMS | {"model.path": "RUNS/sums/sft/hf"}
@@ -82,7 +84,7 @@ OTHERS = (("", "GRPO + entropy bonus"), ("", "GRPO, half the lr"), ("sums, ", "G
 
 
 def at_score(evaluated: list[dict], name: str, score: float) -> float | None:
-    """A metric where the score passes `score` for the first time, between two evaluations; None where it does not."""
+    """Return a metric at the first point where the score passes `score`, between two evaluations; None if it never does."""
     for before, after in pairwise(evaluated):
         low, high = before["eval/score"], after["eval/score"]
         if low < score <= high:
@@ -91,7 +93,7 @@ def at_score(evaluated: list[dict], name: str, score: float) -> float | None:
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures; None where one does not apply."""
+    """Return a run's figures; None for a figure that does not apply."""
     steps, evaluated = metric_lines(folder)
     last, score = quarters(steps)[1], SCORE_OF_SUMS if folder.name.startswith("sums") else SCORE
     found = {name: evaluated[-1].get(name) for name in COLUMNS if name.startswith("eval/")}
@@ -116,7 +118,7 @@ ABLATION = Ablation(
 
 
 def models(runs: Path) -> Path:
-    """The warm starts of both tasks."""
+    """Create the warm starts of both tasks."""
     warm_start(runs / "sums", settings=SUMS)
     return warm_start(runs, settings=TASK)
 

@@ -1,8 +1,11 @@
-"""Is a policy that is updated too far steadier with VP2O? Eight updates a rollout batch without a clip, at two learning rates.
+"""Does VP2O stabilize a policy that is updated too far?
 
-The paper lays stability to the geometric trust region, which bounds how far experts and routers move from those that sampled,
-where PPO's clip bounds the ratio of a token. So the arms have no clip, and far more updates of a rollout batch than they bear:
-GRPO and VP2O, each with and without the region, and GRPO with its clip beside them.
+Eight updates per rollout batch without a clip, two learning rates.
+
+The paper credits stability to the geometric trust region. It bounds how far experts and routers move from those that
+sampled, while PPO's clip bounds the ratio of a token. The arms therefore have no clip, and more updates per rollout
+batch than they can bear: GRPO and VP2O, each with and without the trust region, and GRPO with its clip for
+comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ SEEDS = 3
 TASK: Settings = {"data.task": "number_zigzag"}
 UNCLIPPED: Settings = {"algorithm.clip_low": "null", "algorithm.clip_high": "null"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
-"""Measures what VP2O measures, and leaves gradients as they are."""
+"""Settings that measure VP2O's metrics without changing gradients."""
 PAPER: Settings = {"vp2o.orthogonality_form": "projection"}
 COSINE: Settings = {"vp2o.orthogonality_form": "cosine"}
 REGION: Settings = {"vp2o.trust_region": 0.01, "vp2o.on_violation": "backtrack"}
@@ -35,7 +38,7 @@ COMMON: Settings = TASK | {
     "vp2o.enabled": "true",
     "optimizer.warmup_steps": UPDATES,
     "optimizer.decay": "constant",
-    # Beyond any limit: it measures KL and ESS after each step, and refreshes as without.
+    # A limit that is never reached: KL and ESS are measured after each step, and the pushes do not change.
     "sync.refresh.when": "drift",
     "sync.refresh.kl": 1e-9,
     "correction.bypass": "true",
@@ -66,7 +69,7 @@ PANELS = (
 
 
 def figures(folder: Path) -> Figures:
-    """A run's figures; None where one does not apply."""
+    """Return a run's figures; None for a figure that does not apply."""
     steps, evaluated = metric_lines(folder)
     scores = [line["eval/score"] for line in evaluated]
     first, last = quarters(steps)

@@ -1,9 +1,9 @@
-"""What a cure leaves, and no mismatch at all: GRPO, R3, R3 with gates, DVP + MIS, and identical operators, three seeds.
+"""Cures compared with no mismatch at all: GRPO, R3, R3 with gates, DVP + MIS, and identical operators, three seeds.
 
-The setting is that of all_cures.py, in which everything goes wrong at once: a noise floor under an engine in bf16, a trainer in
-fp32, 64 experts of which 8 are chosen, eight updates a rollout batch at a learning rate that is not divided by their number.
-Identical operators have no such engine: both sides compute alike, in fp32 or in bf16, and there is no floor to plant. Two arms
-without it, of one seed, tell what the engine's bf16 alone makes.
+The setting is the same as in all_cures.py, with all kinds of mismatch: a noise floor under SGLang in bf16, a trainer in
+fp32, 64 experts of which 8 are chosen, and eight updates per rollout batch at a learning rate that is not divided by
+their number. With identical operators, both sides compute alike, in fp32 or in bf16, and no floor can be planted. Two
+arms without a floor, with one seed each, show the effect of SGLang's bf16 alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`megatron-rl report RUN --attribute`: how much of the mismatch KL each source carries.
+"""`megatron-rl report RUN --attribute`: the share of each source in the mismatch KL.
 
-A recorded batch (rollout.record) is scored again with the weights that it was sampled from, as the run scored it and with
-one source of the mismatch removed at a time, on the trainer's side: the experts those of the engine, then their weights too,
-the tokens outside the safe set left out, attention in fp64, all products in fp32. What no removal takes away is the engine's
-own.
+A recorded batch (rollout.record) is scored again with the weights that sampled it: once as the run scored it, and
+then with one source of the mismatch removed at a time, on the trainer's side. The removals are: replay SGLang's
+experts; replay their gate weights too; leave out tokens outside the safe set; attention in fp64; all products in
+fp32. The rest, which no removal takes away, comes from SGLang.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
 
 
 def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attribution | None:
-    """Write the run's attribution.json; returns what is in it on the first process. Every process calls it.
+    """Write the run's attribution.json and return its content on rank 0. Every process must call this.
 
-    step: 0-based, by default the newest that has both its rollouts and its weights; overrides: of the run's config.
-    Errors: UserError naming what the run lacks.
+    step: 0-based; by default the newest step with both rollouts and weights. overrides: keys of the run's config.
+    Errors: UserError that names what is missing in the run.
     """
     if not (run / "config.yaml").exists():
-        raise UserError(f"report: {run} holds no run (no config.yaml)")
+        raise UserError(f"report: {run} is not the folder of a run (it has no config.yaml)")
     config = with_folders(load_config(run / "config.yaml", overrides), "attribution")
     step, version, weights = _choose(run, config.checkpoint.load, step)
     hf_config, machine = read_hf_config(config.model.path), this_machine()
@@ -72,13 +72,15 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
 
 
 def _choose(run: Path, loaded: str | None, step: int | None) -> tuple[int, int, Path | None]:
-    """A recorded step, that of the weights that sampled it, and their checkpoint (None: the model folder's own)."""
+    """Return a recorded step, the step of the weights that sampled it, and their checkpoint (None: the model folder itself)."""
     recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
     if not recorded:
         raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
     weights: dict[int, Path | None] = {0: Path(loaded) if loaded else None}
     weights |= {checkpoint.step_of(path): path for path in checkpoint.complete_checkpoints(run / "checkpoints")}
-    refreshed = [line for line in read_json_lines(run / METRICS_FILE) if line.get("sync/staleness")]  # by drift
+    refreshed = [
+        line for line in read_json_lines(run / METRICS_FILE) if line.get("sync/staleness")
+    ]  # with sync.refresh.when: drift
     ages = {line["step"] - 1: int(line["sync/staleness"]) for line in refreshed}
     version = {number: number + 1 - ages.get(number, 1) for number in recorded}
     usable = sorted(number for number in recorded if version[number] in weights)
@@ -88,8 +90,8 @@ def _choose(run: Path, loaded: str | None, step: int | None) -> tuple[int, int, 
         asked = "" if step is None else f" --step {step}:"
         has = f"steps {', '.join(map(str, usable))} have both" if usable else "no step has both"
         raise UserError(
-            f"report:{asked} a step needs its rollouts and the checkpoint of its weights, and {has};"
-            " checkpoint.every and checkpoint.keep say which are kept"
+            f"report:{asked} a step needs its rollouts and the checkpoint of its weights, and {has}; checkpoint.every"
+            " and checkpoint.keep decide which checkpoints are kept"
         )
     return step, version[step], weights[version[step]]
 
@@ -97,15 +99,16 @@ def _choose(run: Path, loaded: str | None, step: int | None) -> tuple[int, int, 
 def attribute(
     config: Config, ranks: parallel.Ranks, trajectories: list[Trajectory], weights: Path | None, step: int, version: int
 ) -> Attribution:
-    """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed.
+    """Score `trajectories` of step `step`, sampled with the weights of step `version`, with each source removed.
 
-    Every process calls it with the same arguments.
+    Every process must call this with the same arguments.
     """
     versions = ({span.version for span in t.weight_spans} for t in trajectories)
     usable = [t for t, of in zip(trajectories, versions, strict=True) if of == {str(version)} and t["loss_mask"].any()]
     if not usable:
         raise UserError(
-            f"report: no recorded response of step {step} is of the weights of step {version} alone; name another with --step"
+            f"report: no recorded response of step {step} was sampled with the weights of step {version} alone; choose"
+            " another step with --step"
         )
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     try:
@@ -121,31 +124,31 @@ def attribute(
     own = _Scorer(config, ranks, samples, weights, step)
     dense = own.trainer.layout.routes is None
     without_routes = (
-        (dense and config.model.moe_router_fusion, "the fused router knows no replay"),
-        (dense, "a dense model has none"),
+        (dense and config.model.moe_router_fusion, "the fused router cannot replay routes"),
+        (dense, "a dense model has no routes"),
     )
     reasons = {
         "routes": (
             *without_routes,
-            (replayed, "the run replays the engine's already"),
+            (replayed, "the run already replays SGLang's"),
             (all(t.routes is None for t in usable), "not recorded: set rollout.routes: true"),
         ),
         "gates": (
             *without_routes,
-            (replayed is gates, "the run replays the engine's already"),
+            (replayed is gates, "the run already replays SGLang's"),
             (all(t.gates is None for t in usable), "not recorded: set rollout.gates: true"),
         ),
         "tail": (
-            (config.pruning.enabled, "the run prunes it already"),
-            (any(t.kept is not None for t in usable), "the sampler truncates it already"),
+            (config.pruning.enabled, "the run already prunes it"),
+            (any(t.kept is not None for t in usable), "the sampler already truncates it"),
         ),
-        "precision": ((config.precision.train == "fp32", "the run trains in fp32 already"),),
+        "precision": ((config.precision.train == "fp32", "the run already trains in fp32"),),
     }
     stays = {name: why for name, cases in reasons.items() if (why := next((w for holds, w in cases if holds), None))}
     removed: dict[str, tuple[str, Tensor | None]] = {}
 
     def remove(name: str, how: str, scorer: _Scorer, **options: Any) -> None:
-        """Score without a source, unless it stays."""
+        """Score without a source, unless it cannot be removed."""
         if name in stays:
             removed[name] = stays[name], None
         else:
@@ -154,9 +157,9 @@ def attribute(
     base = own.score(replay=replayed)
     rho = config.pruning.rho
     few = routed_otherwise(own.trainer.model.hf_config.architectures or [], config.precision.rollout, this_machine())
-    remove("routes", f"experts of the engine replayed{few}", own, replay=routes)
-    remove("gates", "experts of the engine and their weights replayed", own, replay=gates)
-    remove("tail", f"tokens below {rho:.2g} of the likeliest left out", own, rho=rho)
+    remove("routes", f"SGLang's experts replayed{few}", own, replay=routes)
+    remove("gates", "SGLang's experts and their gate weights replayed", own, replay=gates)
+    remove("tail", f"tokens below {rho:.2g} of the likeliest token left out", own, rho=rho)
     remove("attention", "attention in fp64", own, exact=True)
     whole = _everywhere(ranks, own.compare(base, base))
     dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
@@ -164,7 +167,7 @@ def attribute(
     exact = replace(config, precision=replace(config.precision, train="fp32"))
     best = _Scorer(exact, ranks, samples, weights, step)
     best.round_weights(dtypes)
-    remove("precision", f"fp32 in place of {config.precision.train}", best)
+    remove("precision", f"fp32 instead of {config.precision.train}", best)
     most = next((one for name, one in (("gates", gates), ("routes", routes)) if name not in stays), replayed)
     rho = None if "tail" in stays else rho
     remove("all", "all of the above together", best, replay=most, rho=rho, exact=True)
@@ -178,19 +181,19 @@ def attribute(
 
 
 def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
-    """A text to append on the engine's own part in the routes, empty where there is nothing to say."""
+    """Return a note on SGLang's own share in the routes; an empty text if it has none."""
     family = family_named(architectures)
     rows = family.few_tokens if family else 0
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
         return ""
-    return f"; its own decode routes up to {rows} tokens by another product than its prefill"
+    return f"; SGLang's own decode routes up to {rows} tokens by another product than its prefill"
 
 
 def _scoring_alone(config: Config) -> Config:
-    """Without what only training needs, or refuses for a single update."""
+    """Return the config without settings that only training needs, or that are refused for a single update."""
     algorithm = replace(config.algorithm, kl=KLConfig())
     source = "pr2" if config.routing.source == "pr2" else "none"
-    # What is scored belongs to no update: it is predicted for the mean of them.
+    # Scored tokens belong to no update, so predictors look ahead by the average.
     routing = replace(config.routing, source=source, features="trainer", predictor_horizon="constant")
     return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
 
@@ -209,26 +212,26 @@ class _Scorer:
         hooks = update_hooks(config, scores_alone=True)
         self.trainer: Trainer = build_trainer(config, ranks, total_updates=None, support=support, hooks=hooks)
         if weights is not None:
-            # At its first step the run's predictors are new, whatever it started from.
+            # At the run's first step its predictors are new, whatever weights it started from.
             checkpoint.load_weights(weights, self.trainer, hooks=step > 0)
         self.samples = samples
 
     @torch.no_grad()
     def round_weights(self, dtypes: list[torch.dtype]) -> None:
-        """Round to the weights of a trainer with parameters of these types: those that the engine was given."""
+        """Round the weights to the given parameter types of another trainer, because SGLang got these rounded weights."""
         parameters = (p for chunk in self.trainer.chunks for p in chunk.parameters())
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))
 
     def score(self, *, replay: RoutingReplay | None, rho: float | None = None, exact: bool = False) -> list[Tensor]:
-        """k3 of each token of the loss [n], by micro-batch; none on ranks without the head.
+        """Return the k3 of each trained token [n], by micro-batch; empty on ranks without the head.
 
-        It is NaN outside the run's own safe set, where no KL is measured. replay: of the engine's routes, in the place of the
-        run's hooks. rho: tokens outside that one count 0. exact: attention in fp64.
+        It is NaN outside of the run's own safe set, where no KL is measured. replay: replays SGLang's routes instead
+        of the run's hooks. rho: tokens outside of this safe set count as 0. exact: attention in fp64.
         """
         trainer = self.trainer
         hooks = [replay] if replay else trainer.hooks
-        self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
+        self.batches = trainer.pack(self.samples)  # pack again: routers store their inputs of a pass in the batch
         with exact_attention(trainer.chunks) if exact else nullcontext():
             found = trainer.compute_log_probs(self.batches, hooks=hooks)
             pruned: list[Tensor | None] = [None] * len(found)
@@ -242,12 +245,12 @@ class _Scorer:
         d = log_probs.double() - batch["rollout_log_probs"].double()
         k3 = torch.where(d.isfinite(), divergence(torch.where(d.isfinite(), d, 0.0), "k3"), torch.nan)
         k3 = k3 if pruned is None else torch.where(pruned > -torch.inf, k3, 0.0)
-        return k3[batch.mask]  # precisions pad differently
+        return k3[batch.mask]  # padding depends on the precision
 
     def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
-        """[S, 3]: `common_sums` of this rank's sequences. Empty on ranks whose results do not count."""
+        """Return the `common_sums` of this rank's sequences, [S, 3]; empty on ranks whose results do not count."""
         sums = []
-        # Of a stage without the head there is none, else one of each micro-batch.
+        # One result per micro-batch on the pipeline stage with the head; none elsewhere.
         for batch, one, other in zip(self.batches, before, after, strict=False):
             sums.append(attribution.common_sums(one, other, batch.segments.take(batch.mask)).T)
         counts = self.trainer.reports and self.trainer.layout.context_rank == 0

@@ -1,4 +1,4 @@
-"""The command line: megatron-rl COMMAND, of those in `COMMANDS`."""
+"""The command line: megatron-rl COMMAND, with the commands in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
     from megatron_rl.config.plan import Kind
 
-BEFORE, LEARN, SEE, MAKE = "Before a run", "Learn", "See what comes of it", "Make another model of it"
+BEFORE, LEARN, SEE, MAKE = "Prepare a run", "Train", "Look at a run or a model", "Convert or compress a model"
 KEYS = (
-    "Every key of the config can be given as --section.key VALUE, in the place of the file's; the last one counts."
-    " megatron-rl keys lists them."
+    "Every config key is also a flag, --section.key VALUE, which overrides the file. If a flag occurs twice, the last"
+    " one counts. `megatron-rl keys` lists all keys."
 )
 
 SIZES = ("tensor", "pipeline", "expert")
 """Parallel sizes of a conversion."""
 Flag = tuple[str, dict[str, Any]]
-"""Name of an argument, and the settings of argparse's `add_argument`."""
+"""Name of an argument, and its settings for argparse's `add_argument`."""
 
 
 def _flag(name: str, help: str, **settings: Any) -> Flag:
@@ -63,7 +63,7 @@ def _for(help: str) -> Flag:
 CONFIG = _flag("config", "YAML file", metavar="CONFIG")
 RUNS = _runs("run", "run folder(s): runs/NAME")
 RANKS = _number(
-    "--nproc", "trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)", 1
+    "--nproc", "number of trainer processes on this machine; starts torchrun (do not use it under srun or torchrun)", 1
 )
 
 
@@ -72,28 +72,28 @@ class Command:
     """One command of the program."""
 
     group: str
-    """The occasion for it: its heading in the overview."""
+    """Heading of the command in the overview."""
     help: str
     function: str
-    """"module:function" that does it, imported no earlier than it is called."""
+    """"module:function" that runs the command; it is imported only when it is called."""
     flags: tuple[Flag, ...] = (CONFIG, RANKS)
     passes: tuple[str, ...] = ()
-    """Arguments that the function gets, by position; behind the config where there is one."""
+    """Arguments that are passed to the function by position, after the config if there is one."""
     more: str = ""
-    """Further sentences of its own help."""
+    """Further sentences for the command's own help."""
     overrides: bool = False
-    """Keys of the config are taken too."""
+    """True if the command accepts config keys as flags."""
     kind: Kind | None = None
-    """Runs a config on trainer processes, as this kind of run."""
+    """Kind of run, if the command runs a config on trainer processes."""
     prepare: Callable[[Config, argparse.Namespace], Config] | None = None
     """Checks or changes the config before the checks of its kind."""
     failing: int | None = None
-    """Exit status that means a result rather than a crash, where it runs on several processes."""
+    """Exit status that is a result and not a crash, for a command on several processes."""
     mostly_imports: bool = False
-    """Most of its time goes into imports."""
+    """True if the command spends most of its time on imports."""
     call: Callable[[Command, argparse.Namespace, list[str], list[str]], int | None] | None = None
-    """Dispatches it, where neither a config's run nor a plain call does: gets the command, its arguments, the overrides,
-    and all words of the command line."""
+    """Runs the command if it is neither a run of a config nor a plain call. Gets the command, its arguments, the
+    overrides, and all words of the command line."""
 
 
 def _trains(group: str, help: str, function: str, kind: Kind, **settings: Any) -> Command:
@@ -126,7 +126,7 @@ def _launch(command: Command, args: argparse.Namespace, rest: list[str], _: list
 
 def _report(command: Command, args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
     if args.step is not None and not args.attribute:
-        raise UserError("report: --step goes with --attribute")
+        raise UserError("report: --step works only with --attribute; add --attribute")
     if args.attribute:
         if needs_torchrun(args.nproc):
             return torchrun(args.nproc, arguments)
@@ -137,7 +137,7 @@ def _report(command: Command, args: argparse.Namespace, rest: list[str], argumen
 
         if len(args.run) > 1:
             runs = " ".join(map(str, args.run))
-            raise UserError(f"report: --attribute takes one run, found {runs}; keys go behind it")
+            raise UserError(f"report: --attribute takes one run, found {runs}; put config keys after --attribute")
         found = attribute_command(args.run[0], args.step, rest)
         if found is None:
             return None
@@ -155,7 +155,7 @@ def _convert(command: Command, args: argparse.Namespace, _: list[str], arguments
     if needs_torchrun(args.nproc):
         words = [*arguments]
         for given, folder in ((args.source, source), (args.base, base)):
-            if folder and given in words[1:]:  # SOURCE stands before an OUT of the same name
+            if folder and given in words[1:]:  # the first match is SOURCE, also if OUT has the same name
                 words[words.index(given, 1)] = folder
         return torchrun(args.nproc, words)
     convert = pkgutil.resolve_name(command.function)
@@ -182,135 +182,140 @@ def _certified(config: Config, args: argparse.Namespace) -> Config:
 # fmt: off
 COMMANDS: dict[str, Command] = {
     "doctor": Command(
-        BEFORE, "what is installed here, and what each missing part costs", "megatron_rl.run.doctor:doctor",
-        flags=(_switch("--json", "machine-readable"),), passes=("json",), mostly_imports=True,
+        BEFORE, "show what is installed, and which features each missing part disables", "megatron_rl.run.doctor:doctor",
+        flags=(_switch("--json", "print JSON"),), passes=("json",), mostly_imports=True,
     ),
     "keys": Command(
-        BEFORE, "the keys of the config, with their defaults and meanings", "megatron_rl.config.reference:print_keys",
-        flags=(_flag("prefix", "those that begin so, such as rollout.server", metavar="PREFIX", nargs="?", default=""),),
+        BEFORE, "list the config keys with their defaults and meanings", "megatron_rl.config.reference:print_keys",
+        flags=(_flag("prefix", "only keys that begin with PREFIX, such as rollout.server", metavar="PREFIX", nargs="?",
+                     default=""),),
         passes=("prefix",),
     ),
     "plan": Command(
-        BEFORE, "whether a config fits into the memory of so many GPUs, by arithmetic; needs no GPU and no weights",
-        "megatron_rl.checks.fit:plan_command", more=" Of model.path it reads config.json alone.",
+        BEFORE, "estimate whether a config fits into GPU memory; needs no GPU and no weights",
+        "megatron_rl.checks.fit:plan_command", more=" It reads only config.json of model.path.",
         flags=(
             CONFIG,
-            _number("--gpus", "GPUs of the trainer, all of which train (8)", 8),
-            _flag("--memory", "of one GPU, in 10^9 bytes (80)", type=float, default=80, metavar="GB"),
-            _for("the command that is to fit"),
-            _switch("--json", "machine-readable, in bytes"),
+            _number("--gpus", "number of GPUs that train (default 8)", 8),
+            _flag("--memory", "memory of one GPU in GB, 10^9 bytes (default 80)", type=float, default=80, metavar="GB"),
+            _for("command to plan for (default train)"),
+            _switch("--json", "print JSON, with sizes in bytes"),
         ),
         overrides=True, mostly_imports=True, call=_plan,
     ),
     "simulate": Command(
-        BEFORE, "where a step's time goes on so many GPUs, in simulation, on stated or measured costs; needs no GPU",
+        BEFORE, "simulate how a step spends its time on a given number of GPUs, from stated or measured costs; needs no"
+            " GPU",
         "megatron_rl.simulate.simulate:simulate_command",
         flags=(
-            _flag("file", "YAML file of the modes to compare, lengths of responses, and costs (docs/simulation.md of the"
-                  " repository)", type=Path, metavar="FILE", nargs="?"),
-            _runs("--from", "run folder(s) to measure the costs from", dest="measured", default=[]),
-            _runs("--compare", "run folder(s) to predict, beside what was measured", default=[]),
+            _flag("file", "YAML file with the modes to compare, the response lengths and the costs (see docs/simulation.md in"
+                " the repository)", type=Path, metavar="FILE", nargs="?"),
+            _runs("--from", "run folder(s) from which the costs are measured", dest="measured", default=[]),
+            _runs("--compare", "run folder(s) whose step times are predicted and compared with the measured times", default=[]),
         ),
         passes=("file", "measured", "compare"),
     ),
     "sft": _trains(
-        LEARN, "supervised fine-tuning on the task's demonstrations, or continued pretraining on texts, with the same"
-        " trainer", "megatron_rl.sft:sft", "sft",
+        LEARN, "run supervised fine-tuning on demonstrations, or continued pretraining on texts", "megatron_rl.sft:sft", "sft",
     ),
     "reward": _trains(
-        LEARN, "a reward model, or a process reward model, learned from preferences",
+        LEARN, "train a reward model or a process reward model on preferences",
         "megatron_rl.reward_model:reward", "reward",
     ),
     "dpo": _trains(
-        LEARN, "a policy learned from preferences, without a reward model: DPO, IPO, KTO", "megatron_rl.dpo:dpo", "dpo",
+        LEARN, "train a policy on preferences without a reward model: DPO, IPO, KTO", "megatron_rl.dpo:dpo", "dpo",
     ),
     "train": _trains(
-        LEARN, "reinforcement learning from a config; goes on from the run's newest checkpoint",
+        LEARN, "train a policy by reinforcement learning; resumes from the run's newest checkpoint",
         "megatron_rl.train:train", "train",
     ),
     "launch": Command(
-        LEARN, "run a config on a cluster: writes the batch script and submits it",
-        "megatron_rl.run.slurm:launch_command", more=" The script is kept in the run's folder; --dry-run prints it.",
+        LEARN, "run a config on a cluster: write the batch script and submit it",
+        "megatron_rl.run.slurm:launch_command", more=" The script is kept in the run's folder.",
         flags=(
-            _flag("scheduler", "of the cluster", choices=("slurm",)),
-            _flag("config", "YAML file, which all nodes see", metavar="CONFIG"),
-            _for("the command to run (train)"),
-            _number("--nodes", "nodes of the job; on one all share it", required=True),
-            _number("--gpus-per-node", "GPUs of a node (8); 0: none", 8),
-            _number("--train-nodes", "nodes that train; the others serve (half)"),
-            _number("--server-gpus", "GPUs of one server (rollout.server.tensor)"),
-            _flag("--time", "time limit, behind which the job is requeued (24:00:00)", default="24:00:00"),
-            _number("--grace", "seconds before it at which the trainer saves and ends (600)", 600, "S"),
-            _flag("--account", "as sbatch's option"),
-            _flag("--partition", "as sbatch's option"),
-            _flag("--container", "image for pyxis", metavar="IMAGE"),
-            _flag("--mounts", "mounts for pyxis (the checkout)"),
-            _flag("--option", "one more of sbatch's: --option=--qos=high", action="append", default=[], metavar="OPTION"),
-            _switch("--dry-run", "print the script, and submit nothing"),
+            _flag("scheduler", "scheduler of the cluster", choices=("slurm",)),
+            _flag("config", "YAML file that all nodes can read", metavar="CONFIG"),
+            _for("command to run (default train)"),
+            _number("--nodes", "number of nodes; on one node, trainer and SGLang servers share it", required=True),
+            _number("--gpus-per-node", "number of GPUs per node (default 8); 0: none", 8),
+            _number("--train-nodes", "number of nodes that train; the others run SGLang servers (default half)"),
+            _number("--server-gpus", "number of GPUs per SGLang server (default rollout.server.tensor)"),
+            _flag("--time", "time limit of the job, after which it is requeued (default 24:00:00)", default="24:00:00"),
+            _number("--grace", "seconds before the time limit at which the trainer saves and stops (default 600)", 600, "S"),
+            _flag("--account", "sbatch's --account"),
+            _flag("--partition", "sbatch's --partition"),
+            _flag("--container", "container image for pyxis", metavar="IMAGE"),
+            _flag("--mounts", "container mounts for pyxis (default: the checkout)"),
+            _flag("--option", "further sbatch option, repeatable: --option=--qos=high", action="append", default=[],
+                  metavar="OPTION"),
+            _switch("--dry-run", "print the script without submitting it"),
         ),
         overrides=True, call=_launch,
     ),
     "status": Command(
-        SEE, "where a run stands, read from its folder", "megatron_rl.report.status:status_command",
-        flags=(RUNS, _switch("--json", "machine-readable")), passes=("run", "json"),
+        SEE, "show the state of a run", "megatron_rl.report.status:status_command",
+        flags=(RUNS, _switch("--json", "print JSON")), passes=("run", "json"),
     ),
     "report": Command(
-        SEE, "one HTML page of a run: curves and sample rollouts", "megatron_rl.report.page:report_command",
+        SEE, "write an HTML page about one or several runs: curves and sample rollouts",
+        "megatron_rl.report.page:report_command",
         flags=(
             RUNS,
-            _switch("--attribute", "score a recorded batch again with one source of the mismatch removed at a time, and show"
-                    " the shares; keys of the run's config can be overridden (--parallel.expert 1)"),
-            _number("--step", "recorded step to attribute, from 0; by default the newest"),
-            _number("--nproc", "processes on this machine, for --attribute", 1),
+            _switch("--attribute", "attribute the mismatch to its sources: score a recorded batch again with one source removed"
+                    " at a time, and print the shares. Keys of the run's config can be overridden (--parallel.expert 1)"),
+            _number("--step", "recorded step to attribute, counted from 0 (default: the newest)"),
+            _number("--nproc", "number of processes on this machine, for --attribute", 1),
         ),
         passes=("run",), call=_report,
     ),
     "eval": _trains(
-        SEE, "score the model on held-out prompts, sampled and greedy; with eval.likelihood: true by the likelihood of"
-        " held-out demonstrations or texts, without an engine", "megatron_rl.evaluate:evaluate_command", "sample",
+        SEE, "score the model on held-out prompts, sampled and greedy; with eval.likelihood: true, measure the"
+            " likelihood of held-out demonstrations or texts without SGLang", "megatron_rl.evaluate:evaluate_command", "sample",
     ),
     "rollout": _trains(
-        SEE, "sample the training prompts once and write the trajectories, without training",
+        SEE, "sample the prompts of one step and write the trajectories, without training",
         "megatron_rl.evaluate:rollout_command", "sample", prepare=_demonstrations,
     ),
     "serve-agent": _trains(
-        SEE, "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
+        SEE, "serve the model to agents that use the OpenAI API, and record their conversations, until interrupted",
         "megatron_rl.serve_agent:serve_agent", "sample",
     ),
     "certify": _trains(
-        SEE, "whether trainer and engine compute the same to the last bit, and which operator of which layer is the first"
-        " that does not", "megatron_rl.certify.certify:certify_command", "sample",
+        SEE, "check that trainer and SGLang compute the same log-probs to the last bit; if not, name the first"
+            " operator that differs", "megatron_rl.certify.certify:certify_command", "sample",
         flags=(
             CONFIG,
-            _number("--prompts", "of the task, on which both are compared (8)", 8),
-            _number("--tokens", "of the longest response (32)", 32),
-            _number("--nproc", "trainer processes on this machine", 1),
+            _number("--prompts", "number of the task's prompts to compare on (default 8)", 8),
+            _number("--tokens", "number of tokens of the longest response (default 32)", 32),
+            _number("--nproc", "number of trainer processes on this machine", 1),
         ),
-        passes=("prompts", "tokens"), more=" It writes one page into the run's folder.", prepare=_certified, failing=1,
+        passes=("prompts", "tokens"), more=" The result is a page in the run's folder.", prepare=_certified, failing=1,
     ),
     "prune": _trains(
-        MAKE, "a smaller or sparser model, by what its parts do on the task's demonstrations or texts",
+        MAKE, "make a smaller or sparser model: remove the parts that matter least on the task's demonstrations or"
+            " texts",
         "megatron_rl.prune:prune", "prune",
     ),
     "quantize": _trains(
-        MAKE, "calibrate a quantized model on data, write it for SGLang, and measure how far it is from the original",
+        MAKE, "quantize a model for SGLang: calibrate on data, and measure the difference from the original",
         "megatron_rl.quantize:quantize", "quantize",
     ),
     "convert": Command(
-        MAKE, "Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
+        MAKE, "convert between Hugging Face safetensors and Megatron checkpoints; merge or export adapters; export FP8"
+            " weights",
         "megatron_rl.models.convert:convert",
-        more=" One process without a GPU holds some tensors at a time, whatever the model's size. What was written is read"
-        " again, and the checksum of every tensor compared with that of what was to be written.",
+        more=" A single process without a GPU needs memory for a few tensors only, whatever the model's size. The"
+            " output is read again, and the checksum of every tensor is verified.",
         flags=(
-            _flag("source", "Hugging Face folder or id (owner/name), adapters (PEFT), or a checkpoint folder step_N",
+            _flag("source", "Hugging Face folder or id (owner/name), folder of PEFT adapters, or checkpoint folder step_N",
                   metavar="SOURCE"),
-            _flag("out", "folder to write; it must not exist", metavar="OUT"),
-            *(_number(f"--{way}", f"{way} parallel size of this conversion", 1) for way in SIZES),
-            _flag("--quantize", "write a Hugging Face folder of FP8 weights in blocks", choices=("fp8",)),
-            _flag("--base", "folder or id of the model that adapters go with, where it is not where it was",
+            _flag("out", "output folder; it must not exist yet", metavar="OUT"),
+            *(_number(f"--{way}", f"{way} parallel size of the conversion", 1) for way in SIZES),
+            _flag("--quantize", "write a Hugging Face folder with block-quantized FP8 weights", choices=("fp8",)),
+            _flag("--base", "folder or id of the adapters' base model, if it is not at its recorded place",
                   metavar="FOLDER"),
-            _switch("--adapter", "of a checkpoint of adapters: write them alone, in PEFT's format"),
-            _number("--nproc", "processes on this machine", 1),
+            _switch("--adapter", "for a checkpoint with adapters: write only the adapters, in PEFT's format"),
+            _number("--nproc", "number of processes on this machine", 1),
         ),
         call=_convert,
     ),
@@ -326,22 +331,22 @@ def _overview() -> str:
         for name, command in COMMANDS.items():
             if command.group == title:
                 lines += textwrap.wrap(command.help, 100, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
-    return "\n".join([*lines, "", "megatron-rl COMMAND --help says more of each."])
+    return "\n".join([*lines, "", "megatron-rl COMMAND --help describes a command and its flags."])
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl",
         usage="megatron-rl [--help] [--version] COMMAND ...",
-        description="megatron-rl trains language models by reinforcement learning, Mixture-of-Experts models above all:\n"
-        "Megatron-Core learns, SGLang samples.",
+        description="megatron-rl trains language models by reinforcement learning, in particular\nMixture-of-Experts"
+        " models: Megatron-Core trains, SGLang samples.",
         epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=__version__, help="show the version, and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")
+    parser.add_argument("--version", action="version", version=__version__, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of the commands below")
     for name, command in COMMANDS.items():
         own = commands.add_parser(
             name,
@@ -356,28 +361,29 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, 1 of a certificate that fails, or 2 after a one-line error for the user."""
+    """Run a command and return its exit status: 0, 1 for a failed certificate, 2 after a one-line error for the user."""
     is_program, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
-    # Runs have prompts, responses and weights, and what they start inherits it; a converted folder is as open as a copy.
+    # Run folders hold prompts, responses and weights, so only the user may read them; child processes inherit this mask. A
+    # converted folder has the user's usual permissions, like a copy.
     umask = None if args.command == "convert" else os.umask(0o077)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun that is killed leaves its processes behind
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its processes behind
         follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes hide this package's lines
     collects = gc.isenabled()
     if COMMANDS[args.command].mostly_imports:
-        gc.disable()  # most of what these do is to import, of which looking for garbage is a fifth
+        gc.disable()  # garbage collection takes a fifth of the time of imports
     try:
         if find_spec("megatron_rl_plugin") is None:
             raise UserError(
-                "megatron-rl-sglang is not installed: run tools/setup.sh, or"
-                f" {sys.executable} -m pip install --no-deps ./sglang_plugin"
+                f"megatron-rl-sglang is not installed: run tools/setup.sh, or {sys.executable} -m pip install"
+                " --no-deps ./sglang_plugin"
             )
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
         _say_once(str(error))
-        # Other ranks may wait in a collective for this one: leave without the interpreter's orderly shutdown.
+        # Other ranks may wait in a collective for this rank: exit without the interpreter's orderly shutdown.
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(2)
         return 2
@@ -393,26 +399,26 @@ def main(arguments: list[str] | None = None) -> int:
         if problem is None:
             raise
         _say_once(problem)
-        os._exit(1)  # the groups are broken: taking them down would wait for the others
+        os._exit(1)  # the process groups are broken: destroying them would wait for the other ranks
     finally:
         if collects:
             gc.enable()
         if is_program and COMMANDS[args.command].mostly_imports:
-            gc.freeze()  # or the interpreter looks through all that was imported once more as it ends
+            gc.freeze()  # else the interpreter scans all imported objects again at its exit
         if umask is not None:
             os.umask(umask)
 
 
 def _say_once(problem: str) -> None:
-    """An error of this process on the console, whatever its rank; one that all processes of a machine have is said once.
+    """Print an error of this process; an error that several processes of a machine share is printed only once.
 
-    torchrun ends the others as soon as one ends: rank 0 alone may never come to say it.
+    Any rank may print: torchrun ends all ranks as soon as one ends, so rank 0 may not get the chance.
     """
     rank = os.environ.get("RANK", "0")
     claims = None
     if error_file := os.environ.get(
         "TORCHELASTIC_ERROR_FILE"
-    ):  # torchrun's: FOLDER/RUN/attempt_N/LOCAL_RANK/error.json
+    ):  # set by torchrun: FOLDER/RUN/attempt_N/LOCAL_RANK/error.json
         claims = Path(error_file).parents[1]
     elif job := os.environ.get("SLURM_JOB_ID"):
         claims = Path(tempfile.gettempdir()) / f"megatron-rl-{os.getuid()}-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
@@ -422,10 +428,10 @@ def _say_once(problem: str) -> None:
             claims.mkdir(parents=True, exist_ok=True)
             (claims / hashlib.sha256(problem.encode()).hexdigest()[:16]).open("x").close()
         except FileExistsError:
-            if claims.is_dir() and claims.stat().st_uid == os.getuid():  # in /tmp it may be somebody else's
+            if claims.is_dir() and claims.stat().st_uid == os.getuid():  # in /tmp it may belong to another user
                 return
         except OSError:
-            pass  # rather twice than never
+            pass  # better printed twice than never
     of_rank = f" (rank {rank})" if rank != "0" else ""
     print(f"megatron-rl: error{of_rank}: {hide(' '.join(problem.splitlines()))}", file=sys.stderr, flush=True)
 
@@ -440,7 +446,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
 
 def _run_config(command: Command, args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
-    """Run a config on trainer processes. All that it says by itself is checked before torch is imported, which takes long."""
+    """Run a config on trainer processes. The config alone is checked first, before the slow import of torch."""
     from megatron_rl.config.load import load_config
 
     config = load_config(args.config, rest)

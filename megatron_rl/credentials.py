@@ -1,7 +1,7 @@
 """Secrets of a config: where they come from, and how they stay out of files, messages and the list of processes.
 
-A secret is written as a reference, `env:NAME` or `file:PATH`, and read where it is needed. One that is written out is hidden
-wherever a config is shown.
+A config refers to a secret as `env:NAME` or `file:PATH`, and the secret is read only when it is needed. A secret that
+is written in the config itself is hidden wherever a config is shown.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from megatron_rl.errors import UserError
 
 HIDDEN = "<hidden>"
 RUN_KEY = "MEGATRON_RL_RUN_KEY"
-"""Variable of the environment by which a launcher gives the processes of a run a secret of their own."""
+"""Environment variable in which a launcher passes a secret of the run to its processes."""
 MOST_BYTES = 4096
-"""Most bytes of a file with a key."""
+"""Largest size of a key file, in bytes."""
 WRITTEN_S = 10.0
-"""Longest wait for a file that another process has just made."""
-WRONG_KEY = "it asks for another key; set {setting} to where that one is (env:NAME or file:PATH)"
+"""Longest wait, in seconds, until another process has finished writing a new key file."""
+WRONG_KEY = "it asks for another key; set {setting} to the place of that key (env:NAME or file:PATH)"
 _REFERENCE = re.compile(r"(env|file):(.+)", re.DOTALL)
 _NAME = (
     r"(?:(?:api|access|secret|private|auth)[_-]?key|(?<!(?:eos|bos|pad|unk|sep|end)_)token|secret|passw(?:or)?d"
     r"|authorization|credentials?)"
 )
-"""How names of secrets end; data.answer_key, max_tokens and eos_token are none."""
+"""Endings of secret names; data.answer_key, max_tokens and eos_token do not match."""
 _IS_NAME = re.compile(rf"(?i:(?:.*[\W_])?{_NAME})|\w*[a-z](?:Key|Token|Secret|Password)|[A-Z0-9_]*_KEY")
 _IS_FLAG = re.compile(rf"(?i)--?(?:[\w.-]*{_NAME}|key)")
 _VALUE = r"(?!env:|file:|<hidden>)(?:(?:bearer|basic)\s+)?[^\s\"',;&}\]]+"
 _GIVEN = re.compile(
     rf"(?i)(\b[\w.-]*(?:{_NAME}|\bkey|_key)=[\"']?|-[\w.-]*(?:{_NAME}|-key)\s+[\"']?|\bauthorization[\"']?\s*:\s*[\"']?){_VALUE}"
 )
-"""In any text of a config, which may be prose: NAME=VALUE, --NAME VALUE, Authorization: VALUE."""
+"""Secrets in any text of a config, prose included: NAME=VALUE, --NAME VALUE, Authorization: VALUE."""
 _NAMED = re.compile(rf"(?i)(\b[\w.-]*(?:{_NAME}|\bkey)[\"']?\s*[=:]\s*[\"']?){_VALUE}")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _LOOKS_LIKE = re.compile(r"(?<![\w/.-])(?:sk-[\w-]{4,}|(?:hf|gh[a-z])_[A-Za-z0-9]{16,}|xox[a-z]-[\w-]{4,})")
 
 
 def read(value: str, key: str) -> str:
-    """The value that a reference stands for; any other text is itself. key: for the error.
+    """Return the value that a reference stands for; any other text is returned unchanged.
+
+    key: config key for the error.
 
     Errors: UserError for a variable that is not set, or a file that cannot be read.
     """
@@ -53,7 +55,7 @@ def read(value: str, key: str) -> str:
     kind, name = match.groups()
     if kind == "env":
         if name not in os.environ:
-            raise UserError(f"config: {key}: the environment has no {name}")
+            raise UserError(f"config: {key}: the environment variable {name} is not set")
         return os.environ[name]
     try:
         return Path(name).expanduser().read_text().strip()
@@ -62,22 +64,23 @@ def read(value: str, key: str) -> str:
 
 
 def key_of(reference: str | None, setting: str) -> str:
-    """The key that a config refers to, empty where it names none.
+    """Return the API key that a config refers to; an empty text without a reference.
 
-    Errors: UserError as of `read`, and for a key that SGLang's command line or a request's header could not hold.
+    Errors: UserError like `read`, and for a key that SGLang's command line or an HTTP header cannot hold.
     """
     key = read(reference, setting) if reference else ""
     if reference and (key.startswith("-") or not re.fullmatch(r"[!-~]+", key)):
         raise UserError(
-            f"config: {setting}: the key there is empty, begins with '-', or has more than visible ASCII signs in it"
+            f"config: {setting}: the key must not be empty or begin with '-', and may contain only visible ASCII"
+            " characters"
         )
     return key
 
 
 def key_of_folder(folder: Path) -> str:
-    """The key of the servers whose addresses are in a folder, in its file server.key: made by the first who needs it.
+    """Return the key of the servers in an address folder, from its file server.key; the first caller creates the file.
 
-    Errors: UserError where it cannot be made or read, is another user's, or one that others can read.
+    Errors: UserError if the file cannot be created or read, belongs to another user, or is readable by others.
     """
     file = folder / "server.key"
     try:
@@ -89,37 +92,41 @@ def key_of_folder(folder: Path) -> str:
             pass
         deadline = time.monotonic() + WRITTEN_S
         while True:
-            # A link that another user has put there may lead to any secret of this user.
+            # Do not follow links: another user's link could point to any secret of this user.
             with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as opened:
                 found, text = os.fstat(opened.fileno()), opened.read(MOST_BYTES)
             if text.endswith("\n") or time.monotonic() >= deadline:
                 break
-            time.sleep(0.1)  # another process writes it
+            time.sleep(0.1)  # another process is writing it
         if found.st_uid != os.geteuid():
-            raise UserError(f"{file} is another user's: choose another folder")
+            raise UserError(f"{file} belongs to another user: choose another folder")
         if found.st_mode & 0o077:
-            raise UserError(f"{file} can be read by others: end its servers and remove it, and a new key is made")
+            raise UserError(
+                f"{file} can be read by other users: stop its servers and remove the file; a new key is then created"
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{file}: the key of the servers cannot be kept there ({getattr(error, 'strerror', None) or error})"
+            f"{file}: the servers' key cannot be stored there ({getattr(error, 'strerror', None) or error})"
         ) from None
     if not text.endswith("\n"):
-        raise UserError(f"{file} is not whole: end the servers whose addresses are in its folder, and remove it")
+        raise UserError(
+            f"{file} is incomplete: stop the servers whose addresses are in its folder, and remove the file"
+        )
     return text.strip()
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The HTTP headers by which a server knows who may ask it. key: empty where it asks for none."""
+    """Return the HTTP headers that authorize a request to a server. key: empty if the server needs none."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def is_secret(key: str) -> bool:
-    """Tell if the values of a key are secrets or hold some, wherever it is in a config."""
+    """Return whether the values of a config key are secrets or may contain some."""
     return key in ("env", "headers") or bool(_IS_NAME.fullmatch(key))
 
 
 def hide(text: str) -> str:
-    """A text of a message without passwords of URLs, values of what is named a key, and what looks like one."""
+    """Return a message without secrets: passwords in URLs, values of keys with secret names, texts that look like secrets."""
     return _NAMED.sub(rf"\1{HIDDEN}", _without_secrets(text))
 
 
@@ -128,7 +135,7 @@ def _without_secrets(text: str) -> str:
 
 
 def hidden(tree: Any, *, secret: bool = False) -> Any:
-    """A config as plain values, with each secret that is written out hidden; references, and prose, stay."""
+    """Return a config as plain values, with each literal secret hidden; references and prose stay unchanged."""
     if isinstance(tree, Mapping):
         return {key: hidden(value, secret=secret or is_secret(str(key))) for key, value in tree.items()}
     if isinstance(tree, str):
@@ -140,7 +147,7 @@ def hidden(tree: Any, *, secret: bool = False) -> Any:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Arguments as one line, without the values of what may have secrets in it."""
+    """Return arguments as one line, without the values of arguments that may contain secrets."""
     words, secret = [], False
     for word in arguments:
         name, equals, value = word.partition("=")

@@ -1,4 +1,7 @@
-"""Direct preference optimization and its kin: a policy learned from preferences, without a reward model (`megatron-rl dpo`)."""
+"""Direct preference optimization and related losses: a policy trained on preferences without a reward model.
+
+This is the command `megatron-rl dpo`.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust"), ("pair", "list")),
     "kto": ("label", "pair"),
 }
-"""Loss -> the kinds of preferences that it learns from."""
+"""Loss -> kinds of preferences that it can learn from."""
 
 
 def dpo(config: Config) -> None:
-    """config.steps updates on batch.prompts_per_step comparisons each; ends with a Hugging Face folder `hf/`."""
+    """Run config.steps updates on batch.prompts_per_step comparisons each; write a Hugging Face folder `hf/`."""
     with Run(config, kind="dpo") as run:
         check_kind(run, TAKES, "dpo.loss", config.dpo.loss)
         trainer = run.build()
@@ -42,7 +45,7 @@ def dpo(config: Config) -> None:
             reference.precompute(upcoming(run, held_out), lambda: run.scorer(folder))
 
         def compare(comparisons: list[Comparison]) -> tuple[UnitPasses, Loss]:
-            """Passes over the responses, and their loss."""
+            """Return the passes over the responses, and their loss."""
             table, *crossed = tables_of(config.dpo, comparisons)
             passes, baseline = UnitPasses(trainer, table), None
             for other in crossed:  # KTO
@@ -66,13 +69,13 @@ def dpo(config: Config) -> None:
 
 
 def draw(run: Run, step: int) -> list[Comparison]:
-    """The comparisons of a step, to which the stream has come."""
+    """Return the comparisons of a step, which must be the stream's next step."""
     rng = random.Random(f"{run.config.seed}/{step}")
     return run.stream.next_comparisons(run.config.batch.prompts_per_step, rng)
 
 
 def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
-    """All that the rest of the run asks the reference for. The stream then stands where it stood before."""
+    """Yield everything that the rest of the run asks the reference model for, and restore the stream's position."""
     here = run.stream.state_dict()
     if held_out:
         yield from tables_of(run.config.dpo, held_out)
@@ -82,20 +85,20 @@ def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
 
 
 def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[ScoredSpans]:
-    """The responses; and for KTO each prompt with the response of the next one's."""
+    """Return the table of the responses; for KTO, also a table of each prompt with the response to the next prompt."""
     crossed = [mismatched(comparisons)] if config.loss == "kto" else []
     return [ScoredSpans.of(some, whole_response) for some in (comparisons, *crossed)]
 
 
 def whole_response(comparison: Comparison, index: int) -> tuple[Sequence, list[tuple[Places, float]]]:
-    """One unit: all tokens of a response that the policy chose."""
+    """Return a response and its one scored unit: all tokens that the policy chose."""
     sequence = comparison.sequences[index]
     return sequence, [(np.flatnonzero(sequence["loss_mask"]), comparison.scores[index])]
 
 
 def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
-    """Each prompt with the first response to the next one's: what KTO measures the distance to the reference by."""
-    longest = max(len(s.tokens) for one in comparisons for s in one.sequences)  # which fits a micro-batch
+    """Return each prompt with the first response to the next prompt; KTO estimates the KL to the reference with these."""
+    longest = max(len(s.tokens) for one in comparisons for s in one.sequences)  # known to fit into a micro-batch
     crossed = []
     for one, other in zip(comparisons, [*comparisons[1:], comparisons[0]], strict=True):
         prompt, response = one.sequences[0], other.sequences[0]
@@ -103,7 +106,7 @@ def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
         tokens = prompt.tokens[: prompt.prompt_length].tolist()
         answer = response.tokens[response.prompt_length :][:room].tolist()
         sequence = Sequence.demonstration(tokens, answer)
-        sequence["loss_mask"] = response["loss_mask"][:room]  # a tool's words are not the policy's there either
+        sequence["loss_mask"] = response["loss_mask"][:room]  # tool results stay masked out
         crossed.append(Comparison(one.prompt_id, "label", [sequence], [0.0]))
     return crossed
 
@@ -111,7 +114,7 @@ def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
 def dpo_loss(
     config: DPOConfig, table: ScoredSpans, reference: Tensor, baseline: Tensor | None, sums: dict[str, Tensor]
 ) -> tuple[Tensor, Metrics]:
-    """The configured loss of the responses' summed log-probs, and what is logged of it. baseline: of KTO."""
+    """Return the configured loss from the responses' summed log-probs, and its metrics. baseline: for KTO."""
     policy, lengths = sums[LOG_PROBS], sums["labels"]
     better, worse, weights = preference.pairs(table.groups, -table.scores)
     if baseline is None:
@@ -145,7 +148,7 @@ def dpo_loss(
             "preference/rejected": mean(found.rewards[~good].sum(), int((~good).sum())),
             "preference/baseline": mean(baseline, 1),
         }
-    best = table.scores > 0.5 if config.loss == "kto" else table.best  # of a response by itself nothing is better
+    best = table.scores > 0.5 if config.loss == "kto" else table.best  # for KTO: a single response has no better one
     sft = -policy[best].sum() / lengths[best].sum().clamp(min=1)
     loss = found.loss + config.sft_coefficient * sft if config.sft_coefficient else found.loss
     metrics |= {"preference/loss": mean(loss.detach(), 1), "preference/sft_loss": mean(sft.detach(), 1)}

@@ -1,4 +1,4 @@
-"""Errors that the user can mend, and that all processes of a run raise together."""
+"""Errors that the user can fix, and the function that raises an error on all processes of a run together."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
 
 class UserError(Exception):
-    """Bad input or a broken environment. The command line prints it as a single line and exits with status 2."""
+    """Invalid input or a broken environment. The command line prints it as one line and exits with status 2."""
 
 
 class StopRequested(BaseException):
-    """The run was asked to end (SIGTERM, SIGUSR1) in the middle of a step: it saves what it has. Raised on all processes."""
+    """The run was asked to stop (SIGTERM, SIGUSR1) in the middle of a step; it saves its state. Raised on all processes."""
 
 
 def together[T](work: Callable[[], T] | None, group: torch.distributed.ProcessGroup | None = None) -> T | None:
-    """Run `work` (None: nothing) and return its result; an error of one process is raised on all of the group.
+    """Run `work` (None: nothing) and return its result; an error of one process is raised on all processes of the group.
 
-    So none waits in a collective for one that has stopped. Errors: the first process's, by rank; one that is no UserError is
-    a UserError with its text elsewhere. Every process of the group calls it; without torch.distributed it is `work()`.
+    No process then waits in a collective operation for a process that has stopped. All processes of the group must
+    call this; without torch.distributed it only calls `work()`. Errors: the error of the first failing process, by
+    rank. An error that is no UserError becomes a UserError with its text on the other processes.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: the mean at the sampling temperature (avg@n), pass@n, unpruned, and greedy."""
+"""Evaluation on held-out prompts: mean reward at the sampling temperature (avg@n), pass@n, unpruned, and greedy."""
 
 from __future__ import annotations
 
@@ -30,22 +30,29 @@ from megatron_rl.tasks import Prompt
 
 
 def evaluate(settings: EvalConfig, run: Run, engine: Engine) -> dict[str, float]:
-    """Scores of the current rollout weights on the first eval.prompts held-out prompts of each set. Every process calls it.
+    """Return the scores of SGLang's current weights on the first eval.prompts held-out prompts of each set.
 
-    A set of eval.sets has its scores as eval/NAME/..., and where there are only such, eval/score is the mean of theirs.
+    Every process must call this. The scores of a set of eval.sets are named eval/NAME/... If there are only such
+    sets, eval/score is their mean.
 
-    eval/score is the mean reward over all samples at the sampling temperature; eval/pass@k the chance that one of k is right
-    (reward of at least 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
-    eval/distinct@n how many different right ones n have; eval/collision the chance that two right ones are the same;
-    eval/greedy the mean reward of one response without sampling; eval/reward/PART the mean of each part, where there are
-    several. eval/score_unpruned and pass_unpruned@k are those of responses that are sampled without pruning (eval.unpruned).
-    Masked responses have no part in any, and where all are masked there is no score. The responses are kept in the run's evals/
-    folder, one JSON line each. There are no scores of an evaluation in which the run is asked to end.
+    - eval/score: mean reward over all samples at the sampling temperature
+    - eval/pass@k: probability that at least one of k responses is right (reward at least 0.5), for n and eval.pass_at
+    - eval/maj@n: mean reward of each prompt's most frequent answer
+    - eval/distinct@n: number of different right answers among n responses
+    - eval/collision: probability that two right answers are the same
+    - eval/greedy: mean reward of one greedy response
+    - eval/reward/PART: mean of each reward part, if there are several
+    - eval/score_unpruned, eval/pass_unpruned@k: scores of responses sampled without vocabulary pruning
+      (eval.unpruned)
+
+    Masked responses are left out of all scores; if all are masked, there is no score. The responses are written to
+    the run's folder evals/, one JSON line each. If the run is asked to stop during the evaluation, there are no
+    scores.
     """
     try:
         return _evaluate(settings, run, engine)
     except StopRequested:
-        run.logger.say(f"asked to end in the evaluation at step {run.step}, which is left out")
+        run.logger.say(f"stop requested during the evaluation at step {run.step}; this evaluation is left out")
         return {}
 
 
@@ -75,7 +82,7 @@ def _of_set(
     def ask(support: SamplingSupport, samples: int, seed: str) -> list[Trajectory]:
         found = engine.ask(prompts, support, samples=samples, seed=seed, program=one.program)
         if run.rewards.models:
-            engine.sleep()  # where they share GPUs
+            engine.sleep()  # a colocated engine makes room for reward models
         run.rewards.score(found, prompts, task=task)
         return found
 
@@ -115,13 +122,13 @@ def _of_set(
 
 
 def _row(run: Run, prompts: Sequence[Prompt], trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as people read it, and what was asked before the tokenizer and its chat template came."""
+    """Return a trajectory as people read it, with the prompt before the chat template and the tokenizer."""
     prompt = prompts[trajectory.group_id]
     return {**readable(run.tokenizer, trajectory), "asked": prompt.messages or prompt.text}
 
 
 def _lengths(trajectories: list[Trajectory]) -> list[float]:
-    """Tokens of each response, over all of its sequences, which follow each other."""
+    """Return the number of tokens of each response, summed over its consecutive sequences."""
     found: list[float] = []
     for trajectory in trajectories:
         if trajectory.part and found:
@@ -136,7 +143,7 @@ def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = "") -> dict[str, float]:
-    """Mean reward, and for each of sizes the chance that one of so many is right, of the prompts that have the largest."""
+    """Return the mean reward, and pass@k for each k of `sizes`, over the prompts that have max(sizes) responses."""
     scores = {f"eval/score{sampler}": average_at_n(rewards)} if rewards else {}
     if whole := [row for row in rewards if len(row) == max(sizes)]:
         scores |= {f"eval/pass{sampler}@{k}": pass_at_k(whole, k, threshold=0.5) for k in sizes}
@@ -144,15 +151,15 @@ def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = 
 
 
 def evaluate_command(config: Config) -> None:
-    """`megatron-rl eval`: score the folder model.path as it is, and print and keep the scores; no file of a run there changes.
+    """Run `megatron-rl eval`: score the model in model.path, then print and store the scores.
 
-    `megatron-rl report` compares several such folders.
+    No file of a run in that folder changes. `megatron-rl report` compares the scores of several such folders.
     """
     with Run(config, kind="sample") as run:
         if not run.evaluates:
             raise UserError(
                 f"data: task '{config.data.task}' has no held-out prompts to evaluate on (eval.prompts ="
-                f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
+                f" {config.eval.prompts}): set data.eval_path, or raise eval.prompts"
             )
         run.build_scorers()
         with Engine(run) as engine:
@@ -164,10 +171,11 @@ def evaluate_command(config: Config) -> None:
 
 
 def rollout_command(config: Config) -> None:
-    """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder.
+    """Run `megatron-rl rollout`: sample one step's prompts and store the trajectories in the run's folder rollouts/.
 
-    As .npz for rollout.load, and as .jsonl for people; with rollout.demonstrations.min_reward those that are worth it also as
-    demonstrations for `megatron-rl sft`. Errors: UserError where a run's own would be overwritten.
+    The trajectories are stored as .npz for rollout.load and as .jsonl for people. With
+    rollout.demonstrations.min_reward, good responses are also stored as demonstrations for `megatron-rl sft`. Errors:
+    UserError if files of a training run would be overwritten.
     """
     check_demonstrations(config, read_hf_config(config.model.path).vocab_size)
     config = replace(config, rollout=replace(config.rollout, record=True))
@@ -181,13 +189,13 @@ def rollout_command(config: Config) -> None:
         settings = config.rollout.demonstrations
         trajectories = engine.collect(prompts, step=0, top_log_probs=settings.top_log_probs)
         run.rewards.verify(trajectories, prompts)
-        engine.record(trajectories, step=0)  # reward models and judges score what is loaded anew
+        engine.record(trajectories, step=0)  # before scoring: loaded trajectories are scored again
         run.rewards.score(trajectories, prompts)
         rows = run.gather_from_leaders([_row(run, prompts, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
         measured = reward_metrics(trajectories, agents=config.rollout.program != "single_turn")
         run.logger.say(json.dumps(figures(over_ranks(run.ranks, [measured])), indent=2))
-        run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")
+        run.logger.say(f"trajectories are in {folder}: step_000000.jsonl for people, .npz for rollout.load")
         if settings.min_reward is not None:
             _write_demonstrations(run, prompts, trajectories, folder / FILE)
 

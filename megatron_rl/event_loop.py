@@ -1,4 +1,4 @@
-"""One event loop in a thread of its own: its connections outlive a step, and threads without a loop wait for its results."""
+"""One event loop in its own thread: its connections outlive a step, and threads without a loop can wait for its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class EventLoop:
-    """`run` gives a coroutine's result to a thread that has no loop; `close` cancels what is left."""
+    """An event loop in a thread; `run` gives a coroutine's result to a thread without a loop, `close` cancels the rest."""
 
     def __init__(self, name: str = "conversations") -> None:
         self._loop = asyncio.new_event_loop()
@@ -21,11 +21,11 @@ class EventLoop:
         self._thread.start()
 
     def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """The coroutine's result to come."""
+        """Start a coroutine and return the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; its error is raised here. One that is interrupted here is cancelled there."""
+        """Return the result of a coroutine or raise its error. If this wait is interrupted, the coroutine is cancelled."""
         future = self.start(work)
         try:
             return future.result()
@@ -34,7 +34,7 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what is under way, and end the thread."""
+        """Cancel all running coroutines and end the thread."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):

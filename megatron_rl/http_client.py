@@ -1,12 +1,11 @@
-"""The way to ask a server over HTTP: each request has a deadline, and each failure is one line.
+"""HTTP requests to servers: each request has a deadline, and each failure is one line.
 
     async with session(timeout_s=60.0, key=key) as server:
         answer = await ask(server, "POST", f"{address}/generate", body)
 
     answer = ask_now("GET", f"{address}/ready", timeout_s=5.0)     # in a thread without an event loop
 
-Proxies that the environment names are not used: servers of a run are reached as they are addressed. Whether a request is tried
-again is the caller's decision, who knows what it asks for.
+Proxies of the environment are not used: a run reaches its servers directly. The caller decides whether to repeat a request.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from megatron_rl.event_loop import EventLoop
 
 
 class NoAnswer(Exception):
-    """A server has not answered. As a text: why, in one line."""
+    """A server did not answer. The text is the reason, in one line."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
-        """late: the deadline has passed."""
+        """Store the reason. late: the deadline has passed."""
         super().__init__(why)
         self.late = late
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of any status."""
+    """An answer with any status."""
 
     status: int
     body: bytes
@@ -45,22 +44,23 @@ class Answer:
 
     @property
     def refuses_key(self) -> bool:
-        """The server asks for another key."""
+        """True if the server expects another key."""
         return self.status in (401, 403)
 
     def text(self) -> str:
-        """The beginning of the body, in one line."""
+        """Return the beginning of the body, as one line."""
         return " ".join(self.body.decode(errors="replace").split())[:300]
 
     def json(self) -> Any:
-        """The body's value. Errors: ValueError, RecursionError."""
+        """Return the value of the JSON body. Errors: ValueError, RecursionError."""
         return json.loads(self.body)
 
 
 def session(*, timeout_s: float | None = None, connect_s: float | None = None, key: str = "") -> aiohttp.ClientSession:
-    """Connections to servers, to be made in an event loop and closed there, as many as there are requests under way.
+    """Return a client session for use in one event loop, with no limit on open requests; the caller closes it there.
 
-    timeout_s: most seconds of a request, connect_s: of connecting. key: the bearer token of each request.
+    timeout_s: longest time of a request, in seconds; connect_s: longest time to connect. key: bearer token of each
+    request.
     """
     limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     return aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0), headers=bearer(key))
@@ -76,11 +76,11 @@ async def ask(
     redirects: bool = True,
     timeout: aiohttp.ClientTimeout | None = None,
 ) -> Answer:
-    """The answer to a request. body: sent as JSON. timeout: in the place of the session's.
+    """Send a request and return the answer. body: sent as JSON. timeout: replaces the session's timeout.
 
-    Errors: NoAnswer, also for one of more than `most_bytes`.
+    Errors: NoAnswer, also for an answer of more than `most_bytes` bytes.
     """
-    limits = timeout or server.timeout  # to aiohttp None would be none
+    limits = timeout or server.timeout  # aiohttp would take None as "no timeout"
     try:
         async with server.request(method, url, json=body, allow_redirects=redirects, timeout=limits) as reply:
             if most_bytes is None:
@@ -92,14 +92,14 @@ async def ask(
                     raise NoAnswer(f"answers more than {most_bytes} bytes")
             return Answer(reply.status, bytes(read))
     except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-        text = " ".join(f"{type(error).__name__} {error}".split())  # aiohttp has several lines
-        if isinstance(error, aiohttp.InvalidURL):  # it quotes the address, which may have a password in it
-            text = "no address"
+        text = " ".join(f"{type(error).__name__} {error}".split())  # aiohttp's errors have several lines
+        if isinstance(error, aiohttp.InvalidURL):  # its text quotes the address, which may contain a password
+            text = "invalid address"
         raise NoAnswer(text, late=isinstance(error, TimeoutError)) from None
 
 
 def ask_now(method: str, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, key: str = "") -> Answer:
-    """`ask`, waited for here. Errors: NoAnswer."""
+    """Call `ask` from a thread without an event loop and wait for the answer. Errors: NoAnswer."""
 
     async def one() -> Answer:
         async with session(timeout_s=timeout_s, key=key) as server:

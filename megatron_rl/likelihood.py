@@ -1,4 +1,4 @@
-"""How likely held-out demonstrations and texts are: loss, perplexity, and bits per byte, from the trainer's own passes."""
+"""Likelihood of held-out demonstrations and texts: loss, perplexity, and bits per byte, from the trainer's own passes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 def held_out(run: Run) -> list[tuple[EvalSet, list[Sequence]]]:
-    """The held-out demonstrations of each of the run's sets, and pieces of their texts."""
+    """Return the held-out demonstrations, and pieces of texts, of each evaluation set of the run."""
     length = run.config.rollout.context_length
     return [(one, held_out_demonstrations(one.held_out, one.program, length)) for one in run.eval_sets]
 
 
 def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Sequence]]]) -> dict[str, float]:
-    """Scores of each set (`likelihood`) under its own names; of several by name eval/loss is the mean. Collective."""
+    """Return the scores of each set (`likelihood`) under its own names. Collective.
+
+    For several named sets eval/loss is the mean over the sets.
+    """
     scores = dict[str, float]()
     for one, sequences in sets:
         scores |= one.named(likelihood(run, trainer, sequences))
@@ -36,11 +39,12 @@ def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Seque
 
 
 def likelihood(run: Run, trainer: Trainer, sequences: list[Sequence]) -> dict[str, float]:
-    """Scores of the sequences, the same on every process; none where there are none. Collective.
+    """Return the scores of the sequences, the same on every process; empty without sequences. Collective.
 
-    eval/loss: mean negative log-likelihood of the counted tokens, nats; eval/perplexity: its exponential; eval/bits_per_byte:
-    bits of the tokens that stand for text, over its UTF-8 bytes. The end-of-sequence token stands for none, and is a part of
-    the first two alone. Where the bytes are not known (conversations of an agent), there are no bits per byte.
+    eval/loss: mean negative log-likelihood of the trained tokens, nats; eval/perplexity: its exponential;
+    eval/bits_per_byte: bits of the tokens that stand for text, divided by the number of its UTF-8 bytes. The
+    end-of-sequence token stands for no text, so it counts only in the first two. If the number of bytes is unknown
+    (conversations of an agent), there is no eval/bits_per_byte.
     """
     if not sequences:
         return {}
@@ -74,12 +78,12 @@ def _bits_per_byte(nats: float, size: float) -> float | None:
 
 
 def likelihood_command(config: Config) -> None:
-    """`megatron-rl eval` with eval.likelihood: print how likely held-out data is by the folder model.path as it is."""
+    """Run `megatron-rl eval` with eval.likelihood: print the likelihood of held-out data under the model in model.path."""
     with Run(config, kind="score") as run:
         sets = held_out(run)
         if not any(sequences for _, sequences in sets):
             raise UserError(
-                f"data: task '{config.data.task}' has no held-out demonstrations or texts to evaluate on (eval.prompts ="
-                f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
+                f"data: task '{config.data.task}' has no held-out demonstrations or texts to evaluate on (eval.prompts"
+                f" = {config.eval.prompts}): set data.eval_path, or raise eval.prompts"
             )
         run.logger.say(json.dumps(likelihoods(run, run.scorer(config.model.path), sets), indent=2))

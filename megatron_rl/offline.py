@@ -1,4 +1,4 @@
-"""The loop of what learns from data alone: update, evaluate, log, save. The algorithm is what an update does."""
+"""The loop of methods that learn from data alone: update, evaluate, log, save. The algorithm supplies the update."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class StepResult:
 
     update: Update
     trained: Sequence[Tokens]
-    """This data-parallel rank's sequences."""
+    """Sequences of this data-parallel rank."""
     measured: Metrics = field(default_factory=dict)
-    """Metrics that this process measured beside the update."""
+    """Metrics that this process measured in addition to those of the update."""
 
 
 def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[[], dict[str, float]]) -> None:
-    """config.steps calls of `learn`, each an update, with evaluations and checkpoints; ends with a Hugging Face folder `hf/`.
+    """Call `learn` config.steps times, one update each, with evaluations and checkpoints; write a Hugging Face folder `hf/`.
 
-    evaluate: scores on held-out data, eval/loss among them, or nothing where there is none. All are collective.
+    evaluate: returns scores on held-out data, eval/loss among them, or an empty dict without held-out data. All calls
+    are collective.
     """
 
     def look() -> None:
         if scores := evaluate():
-            run.record_score(-scores["eval/loss"])  # the best checkpoint is the one with the lowest
+            run.record_score(-scores["eval/loss"])  # the best checkpoint has the lowest loss
             run.logger.log_eval(run.step, scores)
 
     if run.step == 0:
@@ -50,16 +51,16 @@ def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[
             if run.due(run.config.eval.every):
                 look()
         log_line(run, learned.measured, [learned.update], learned.trained, clock.times())
-        clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
+        clock = run.clock()  # log a step before its checkpoint, whose time counts to the next step
         with clock("checkpoint"):
             run.checkpoint()
     run.save_hf()
 
 
 def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: str) -> str:
-    """The kind of the data's preferences. takes: kinds by the value of `key`.
+    """Return the kind of the data's preferences. takes: kinds by the value of `key`.
 
-    Errors: UserError where the loss does not learn from them.
+    Errors: UserError if the loss cannot learn from this kind.
     """
     kind = run.task.comparison(run.stream.prompts[0], random.Random(0)).kind
     if kind not in takes[loss]:
@@ -67,5 +68,5 @@ def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: s
         *first, last = (SEVERAL[wanted] for wanted in takes[loss])
         wanted = f"{', '.join(first)} or {last}" if first else last
         remedy = f"set {key}: {others[0]}" if others else f"give {wanted}"
-        raise UserError(f"config: {key} = {loss} learns from {wanted}, and the data has {SEVERAL[kind]}: {remedy}")
+        raise UserError(f"config: {key} = {loss} learns from {wanted}, but the data has {SEVERAL[kind]}: {remedy}")
     return kind

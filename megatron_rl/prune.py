@@ -1,4 +1,4 @@
-"""A smaller or sparser model, by what its parts do on calibration data (`megatron-rl prune`)."""
+"""Make a smaller or sparser model, by what its parts contribute on calibration data (`megatron-rl prune`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS = ("attention", "mlp", "router", "experts", "norm", "embedding", "head")
 
 
 def prune(config: Config) -> None:
-    """Measure what config.prune removes, and remove it; ends with a folder `hf/`, and says what became of the model."""
+    """Measure the importance of the parts named in config.prune, and remove the least important; write `hf/` and a report."""
     with Run(config, kind="prune") as run:
         rng = random.Random(f"{config.seed}/prune")
         samples = run.stream.next_demonstrations(config.prune.calibration_samples, rng)
@@ -43,12 +43,12 @@ def prune(config: Config) -> None:
         report: dict[str, Any] = {"model": str(source)}
         if sizes != Sizes():
             importance = measure(trainer, trainer.pack(mine), shape, config.prune)
-            del trainer  # before there are two
+            del trainer  # so that only one model is in memory
             kept = choose(importance, sizes, shape, largest)
             if "sent" in importance and (unknown := int((importance["sent"][list(shape.moe_layers)] == 0).sum())):
                 run.logger.say(
-                    f"{unknown} of {shape.experts * len(shape.moe_layers)} experts get no token of the calibration data, and"
-                    " nothing is known of them; raise prune.calibration_samples"
+                    f"{unknown} of {shape.experts * len(shape.moe_layers)} experts get no token of the calibration"
+                    " data, so their importance is unknown; raise prune.calibration_samples"
                 )
             report["kept"] = {name: value for name, value in asdict(kept).items() if value}
             report["importance"] = {
@@ -75,18 +75,18 @@ def prune(config: Config) -> None:
 
 
 def parameters(folder: Path) -> dict[str, int]:
-    """How many parameters the model has of each kind."""
+    """Return the number of parameters of the model, by kind."""
     weights = whole_model(Shape.from_config(read_hf_config(folder)))
     return {part: n for part in PARTS if (n := count(weights, part))} | {"total": count(weights)}
 
 
 def zeros(folder: Path) -> int:
-    """How many of the folder's numbers are zero."""
+    """Return how many of the folder's weights are zero."""
     return sum(int((tensor == 0).sum()) for _, tensor in read_weights(folder))
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """Parameters by kind, and the loss on calibration data, before and after."""
+    """Return a table of parameters by kind, and of the loss on calibration data, before and after."""
     found = Table("", "before", "after", "share")
     before, after = (summary["parameters"][when] for when in ("before", "after"))
     for part, n in before.items():

@@ -1,4 +1,4 @@
-"""Post-training quantization for serving: calibrate on the task's data, measure what it costs on held-out data, write `hf/`."""
+"""Post-training quantization for serving: calibrate on the task's data, measure the error on held-out data, write `hf/`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_rl.run.run import Run
 
 REPORT = "quantization.json"
 MEASURED = ("abs_mean", "abs_p99", "ratio_max", "ratio_min")
-"""Figures of the mismatch that also speak of tokens that neither side sampled."""
+"""Mismatch figures that are also defined for tokens that neither side sampled."""
 
 
 def quantize(config: Config) -> None:
-    """`megatron-rl quantize`: the run's folder gets `hf/`, which SGLang serves, and the cost as quantization.json."""
+    """Run `megatron-rl quantize`: write the quantized model to `hf/` and its error to quantization.json in the run's folder."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("quantize: runs in one process, which holds the whole model; leave --nproc out")
+        raise UserError("quantize: it runs in one process, which holds the whole model; remove --nproc")
     settings, source, out = config.quantize, Path(config.model.path), config.run_dir / "hf"
     if out.exists():
         raise UserError(f"quantize: {out} exists; remove it, or choose another name")
@@ -57,10 +57,11 @@ def quantize(config: Config) -> None:
 
 
 def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
-    """How far a calibrated model is from what it was, over the counted labels of the sequences; empty where there is none.
+    """Return how far a quantized model is from the original on the trained labels of the sequences; empty without labels.
 
-    kl: mean KL(original || quantized) over the vocabulary, nats per token. abs_*: of the difference of the label's log-probs,
-    ratio_*: extremes of its probability's ratio, quantized / original. loss_*: mean negative log-likelihood, nats.
+    kl: mean KL(original || quantized) over the vocabulary, nats per token. abs_*: absolute difference of the label's
+    log-prob; ratio_*: extremes of the ratio of its probabilities, quantized / original. loss_*: mean negative
+    log-likelihood, nats.
     """
     found, kl, nats = mismatch.Mismatch(), 0.0, torch.zeros(2, dtype=torch.float64)
     head = model.lm_head.weight.detach()
@@ -88,6 +89,6 @@ def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, sequence: Sequence) -> torch.Tensor:
-    """[labels, hidden]: what the head turns into the logits of a sequence's labels."""
+    """Return the hidden states, [labels, hidden], from which the head computes the logits of a sequence's labels."""
     tokens = torch.as_tensor(sequence.tokens[:-1], dtype=torch.long, device=model.device)
     return model.base_model(tokens[None], use_cache=False).last_hidden_state[0, sequence.prompt_length - 1 :]

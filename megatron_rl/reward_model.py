@@ -1,4 +1,4 @@
-"""Reward models: one number for each response, or for each step of one, learned from preferences (`megatron-rl reward`)."""
+"""Reward models: one score for each response, or for each of its steps, learned from preferences (`megatron-rl reward`)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron_rl.tasks.stream import held_out_comparisons
 from megatron_rl.trainer.scored_spans import Places, ScoredSpans, UnitPasses, with_last_state
 
 PAIRWISE = ("bradley_terry", "hinge", "squared_gap", "plackett_luce")
-"""Losses that compare responses; the others look at each by itself."""
+"""Losses that compare responses; the other losses look at each response alone."""
 TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(PAIRWISE, ("pair", "list")),
     "squared_error": ("point", "label", "list", "steps"),
     "cross_entropy": ("label", "point", "steps"),
 }
-"""Loss -> the kinds of preferences that it learns from."""
+"""Loss -> kinds of preferences that it can learn from."""
 
 
 def reward(config: Config) -> None:
-    """config.steps updates on batch.prompts_per_step comparisons each; ends with a classifier folder `hf/`."""
+    """Run config.steps updates on batch.prompts_per_step comparisons each; write a classifier folder `hf/`."""
     with Run(config, kind="reward") as run:
         kind = check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
         trainer = run.build()
@@ -59,16 +59,16 @@ def reward(config: Config) -> None:
 
 
 def places(comparison: Comparison, index: int, pooling: str) -> tuple[Sequence, list[tuple[Places, float]]]:
-    """Where a response is scored: behind its last token, behind each, or behind the last token of each of its steps."""
+    """Return the positions that are scored: behind the last token, behind each token, or behind the last token of each step."""
     sequence = with_last_state(comparison.sequences[index])
     if ends := comparison.step_ends[index]:
         return sequence, [([end + 1], label) for end, label in zip(ends, comparison.step_labels[index], strict=True)]
-    own = np.flatnonzero(comparison.sequences[index]["loss_mask"]) + 1  # behind its own tokens, not those of tools
+    own = np.flatnonzero(comparison.sequences[index]["loss_mask"]) + 1  # behind the response's tokens, not tool results
     return sequence, [(own if pooling == "mean" else own[-1:], comparison.scores[index])]
 
 
 def reward_loss(config: RewardModelConfig, table: ScoredSpans, sums: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """The configured loss of the units' values, and what is logged of it. Errors: UserError for labels that are none."""
+    """Return the configured loss from the units' values, and its metrics. Errors: UserError for invalid labels."""
     scores = sums["values"] / sums["labels"]
     if config.loss in PAIRWISE:
         better, worse, weights = preference.pairs(table.groups, -table.scores)
@@ -92,7 +92,7 @@ def reward_loss(config: RewardModelConfig, table: ScoredSpans, sums: dict[str, T
     else:
         if wrong := table.scores[(table.scores < 0) | (table.scores > 1)].tolist():
             raise UserError(
-                f"data: a label is {wrong[0]:g}, and reward_model.loss = cross_entropy takes labels from 0 to 1"
+                f"data: a label is {wrong[0]:g}, but reward_model.loss = cross_entropy takes labels from 0 to 1"
             )
         loss = F.binary_cross_entropy_with_logits(scores, table.scores)
         metrics = label_metrics(scores, table.scores)

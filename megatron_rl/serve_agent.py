@@ -1,4 +1,4 @@
-"""`megatron-rl serve-agent`: the recording endpoint by hand, to see what an agent says before it is trained."""
+"""`megatron-rl serve-agent`: run the recording endpoint by hand, to see an agent's conversations before training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_rl.tasks import Prompt
 
 
 async def wait(prompt: Prompt, base_url: str) -> None:
-    """In the place of an agent's function: whoever talks to the session is the agent."""
+    """Stand in for an agent's function: any client of the session acts as the agent."""
 
 
 def serve_agent(config: Config) -> None:
-    """Serve the folder model.path on one session until SIGINT or SIGTERM; then write what was said to agent.jsonl.
+    """Serve the model in model.path in one session until SIGINT or SIGTERM; then write the conversation to agent.jsonl.
 
-    The file is in the run's folder, one JSON line a sequence.
+    The file is in the run's folder, one JSON line per sequence.
     """
     agent = replace(config.agent, function=f"{__name__}:{wait.__name__}", time_limit_s=1e9)
     rollout = replace(config.rollout, program="openai_agent", request_timeout_s=1e9)
@@ -49,9 +49,12 @@ class _Served:
         self._told = True
 
     def __call__(self, prompt: Prompt, base_url: str) -> dict[str, float]:
-        """Serve until the command is told to end. Returns all reward parts, so that the task does not judge what was said."""
+        """Serve until the command is told to stop.
+
+        Returns all reward parts, so that the task does not score the conversation.
+        """
         self.run.logger.say(
-            f"base_url: {base_url} (model: policy, any API key); Ctrl-C ends it and writes what was said"
+            f"base_url: {base_url} (model: policy, any API key); press Ctrl-C to stop and write the conversation"
         )
         asyncio.run(self._until_told())
         return dict.fromkeys(self.run.task.parts, 0.0)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations, continued pretraining on texts, and distillation from a teacher, by one trainer."""
+"""Supervised fine-tuning on demonstrations, continued pretraining on texts, and distillation from a teacher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.trainer.objective import SFT
 
 
 def sft(config: Config) -> None:
-    """config.steps updates on batch.prompts_per_step demonstrations, or pieces of texts, each; ends with a folder `hf/`."""
+    """Run config.steps updates, each on batch.prompts_per_step demonstrations or pieces of texts; write a folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
         objective = SFT(config.distillation if config.teaches else None, config.sft.label_smoothing)

@@ -1,4 +1,4 @@
-"""The algorithm: sample, score, update, push the weights, look. Everything else is behind one verb each."""
+"""The reinforcement learning loop: sample, score, update, push the weights, evaluate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.trainer.objective import Policy
 
 
 def train(config: Config) -> None:
-    """Reinforcement learning by the config, from the newest checkpoint of the run where there is one."""
+    """Run reinforcement learning on a config, from the newest checkpoint of the run if there is one."""
     with Run(config, kind="train") as run, Engine(run) as engine:
         trainer, logger = run.build(), run.logger
         engine.join()
@@ -61,7 +61,7 @@ def train(config: Config) -> None:
                 drift = measure(trainer, [*chain(*samples)], config.sync.refresh)
                 age = run.step - engine.version
                 confined = any(update.lr_scale < 1 and not update.ends_batch for update in updates)
-                evaluated = run.evaluates and run.due(config.eval.every)  # of the weights as they are
+                evaluated = run.evaluates and run.due(config.eval.every)  # an evaluation needs the current weights
                 if refreshed := schedule.due(drift, age=age, confined=confined) or evaluated:
                     engine.push(trainer, version=run.step)
             with clock("eval"):
@@ -73,6 +73,6 @@ def train(config: Config) -> None:
             responses = len(prompts) * config.batch.samples_per_prompt * len(first_epoch) // len(rollout_batch)
             measured |= run.kl.update(first_epoch, responses)
             log_step(run, trajectories, rollout_batch, updates, measured, clock)
-            clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
+            clock = run.clock()  # log a step before its checkpoint, whose time counts to the next step
             with clock("checkpoint"):
                 run.checkpoint(prepare=engine.sleep)

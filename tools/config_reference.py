@@ -14,19 +14,20 @@ from megatron_rl.config.reference import all_keys
 
 HEAD = """# Configuration
 
-Every key of the YAML files, and of the command line as `--section.key VALUE`. This page is made from
-`megatron_rl/config/` by `tools/config_reference.py`; a test keeps them equal.
+This page lists every key of the YAML files. On the command line each key is a flag, `--section.key VALUE`.
+`tools/config_reference.py` writes the page from `megatron_rl/config/`, and a test checks that both agree.
 
-- **Files** are YAML in UTF-8, with sections for the dots of a key. Numbers are those of YAML 1.2 (1e-6; 010 is ten,
-  0o10 eight, 0x10 sixteen) and 1_000. A key that is given twice is an error, and so is NaN or infinity.
-- **Flags** take the place of what the file says, and of a flag that is given twice the last one counts. Where a key is
-  a text, its value is what was typed, to the letter: no quotes but the shell's. `null`, `~` or nothing is none, where a
-  key may be none. Lists of texts are `a,b` or `[a, b]`; all else is YAML. A mapping is replaced by one:
-  `--data.options '{}'` empties it, and `--data.options.name VALUE` adds to it, where a VALUE in brackets or quotes, a
-  number, true or null is YAML's, and any other a text as it was typed.
-- **Keys that a command does nothing with** are named in one line at its start: those that `train`, `sft`, `reward` or
-  `dpo` never reads, such as `algorithm.aggregation` in an SFT, where they are away from their defaults. `eval`,
-  `rollout`, `prune` and `quantize` take the config of a run as it is.
+- **Files** are YAML in UTF-8, with a section for each dot of a key. Numbers follow YAML 1.2 (1e-6; 010 is ten, 0o10 is
+  eight, 0x10 is sixteen); 1_000 is a number too. A key that occurs twice is an error, and so is NaN or infinity.
+- **Flags** override the file. If a flag occurs twice, the last one counts. The value of a text key is exactly what was
+  typed: add no quotes beyond those of the shell. `null`, `~` or an empty value is none, if the key may be none. Lists of
+  texts are `a,b` or `[a, b]`; all other values are YAML.
+- **Mappings** can be set as a whole or by parts. `--data.options '{}'` empties the mapping, and
+  `--data.options.name VALUE` adds to it. There, a VALUE in brackets or quotes, a number, true or null is read as YAML,
+  and any other VALUE is a text exactly as typed.
+- **Keys without effect**: `train`, `sft`, `reward` and `dpo` print one line at their start with the keys that they
+  never read and that differ from their defaults, such as `algorithm.aggregation` in SFT. `eval`, `rollout`, `prune` and
+  `quantize` accept the config of any run without this line.
 """
 
 

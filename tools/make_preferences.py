@@ -1,10 +1,10 @@
-"""Make preferences of scored responses: pairs of a better and a worse one to the same prompt, as JSON lines.
+"""Turn scored responses into preferences: pairs of a better and a worse response to the same prompt, as JSON lines.
 
     megatron-rl rollout CONFIG --name candidates --batch.prompts_per_step 512
     python tools/make_preferences.py runs/candidates/rollouts/step_000000.jsonl preferences.jsonl
 
-A response is better by its `reward`, or by one of its parts (--by reward/correct). Equal texts, and responses of equal scores,
-make no pair. Of each prompt at most --pairs are drawn, each response as often as the others.
+Responses are compared by their `reward`, or by one of its parts (--by reward/correct). Responses with equal texts or equal
+scores form no pair. At most --pairs pairs are drawn per prompt, so that all responses are used about equally often.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def pairs_of(responses: list[Row], by: str, count: int, rng: random.Random) -> Iterator[tuple[Row, Row]]:
-    """At most `count` (better, worse) pairs of different responses to one prompt."""
+    """Yield at most `count` (better, worse) pairs of different responses to one prompt."""
     different = list({row["response"]: row for row in responses}.values())
     found = [(a, b) for a, b in product(different, different) if a[by] > b[by]]
     used: dict[str, int] = {}
@@ -36,7 +36,7 @@ def pairs_of(responses: list[Row], by: str, count: int, rng: random.Random) -> I
 
 
 def preferences(rows: Iterable[Row], by: str, count: int, seed: int) -> Iterator[Row]:
-    """Rows of a preference file, prompt by prompt. Errors: KeyError for a score that a response lacks."""
+    """Yield rows of a preference file, prompt by prompt. Errors: KeyError for a response without a score."""
     prompts: dict[str, list[Row]] = {}
     for row in rows:
         prompts.setdefault(row["prompt_id"], []).append(row)
@@ -48,15 +48,15 @@ def preferences(rows: Iterable[Row], by: str, count: int, seed: int) -> Iterator
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool. Returns the exit status."""
+    """Run the tool and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "responses", type=Path, nargs="+", help="JSON lines of `megatron-rl rollout`, or a run's evals/"
+        "responses", type=Path, nargs="+", help="JSON lines from `megatron-rl rollout`, or from a run's evals/"
     )
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--by", default="reward", metavar="COLUMN", help="what is better: reward, or reward/PART")
+    parser.add_argument("out", type=Path, help="output file")
+    parser.add_argument("--by", default="reward", metavar="COLUMN", help="score to compare by: reward, or reward/PART")
     parser.add_argument(
-        "--pairs", type=int, default=4, metavar="N", help="most pairs of one prompt (default: %(default)s)"
+        "--pairs", type=int, default=4, metavar="N", help="largest number of pairs per prompt (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -67,10 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"make_preferences: error: {error}", file=sys.stderr)
         return 2
     except KeyError as error:
-        print(f"make_preferences: error: a response has no {error}; choose another --by", file=sys.stderr)
+        print(f"make_preferences: error: a response has no {error}; choose another column with --by", file=sys.stderr)
         return 2
     if not found:
-        print(f"make_preferences: error: no prompt has responses of different {options.by}", file=sys.stderr)
+        print(
+            f"make_preferences: error: no prompt has responses with different {options.by}; choose another column with"
+            " --by",
+            file=sys.stderr,
+        )
         return 2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found))

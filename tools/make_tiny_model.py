@@ -1,13 +1,16 @@
-"""Make a tiny random model folder of a supported family: config.json, safetensors, tokenizer, generation_config.json.
+"""Create a tiny random model folder of a supported family: config.json, safetensors, tokenizer, generation_config.json.
 
     python tools/make_tiny_model.py qwen3_moe OUT
     python tools/make_tiny_model.py gpt_oss OUT --layers 2 --experts 8 --dtype bfloat16
     python tools/make_tiny_model.py --preset quickstart OUT
 
-The folder loads in transformers, in SGLang and in the trainer. No network is used: the tokenizer is built here, either
-a byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), one token
-a number ("numbers", for arithmetic tasks), gpt-oss's own ("harmony", 201,088 ids), or one token for each piece of a
-calculator's call in the form of Qwen ("calls") or of Harmony ("harmony_calls").
+The folder loads in transformers, in SGLang and in the trainer. No network is needed, because the tokenizer is built here:
+
+- text: byte-level BPE trained on the Python manual that comes with every Python, with a ChatML chat template.
+- numbers: one token per number, for arithmetic tasks.
+- calls: one token per piece of a calculator call in Qwen's format.
+- harmony: the tokenizer of gpt-oss (201,088 ids).
+- harmony_calls: one token per piece of a calculator call in Harmony's format.
 """
 
 from __future__ import annotations
@@ -42,10 +45,10 @@ FAMILIES = {family.model_type: family.tiny for family in families.FAMILIES.value
 
 DEFAULT = Sizes()
 QUICKSTART = Sizes(hidden=192, heads=4, kv_heads=2, head_dim=48, expert_intermediate=256, vocab=64, max_position=512)
-"""5.2 M parameters: learns number sorting in minutes on two cores."""
+"""Sizes of a model with 5.2 M parameters, which learns number sorting in minutes on two cores."""
 PRESETS = {
     "quickstart": ("qwen3_moe", QUICKSTART),
-    # Yarn and windows as in the released models, but for the window's length.
+    # YaRN and windows as in the released models, except for the length of the window.
     "gptoss_quickstart": ("gpt_oss", replace(QUICKSTART, max_position=131072, window=32)),
 }
 """Models of examples/NAME.sh: family and sizes."""
@@ -56,7 +59,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @cache
 def _trained_bpe(vocab: int) -> str:
-    # As text: each tokenizer is one's own to change, and training takes longer than reading.
+    # Cached as text: callers may change their tokenizer, and training takes longer than parsing.
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +75,7 @@ def _trained_bpe(vocab: int) -> str:
 
 
 def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of exactly `vocab` tokens (at least 260: 256 bytes and the special tokens), with ChatML."""
+    """Return a byte-level BPE tokenizer of exactly `vocab` tokens (at least 260: 256 bytes and special tokens), with ChatML."""
     bpe = Tokenizer.from_str(_trained_bpe(vocab))
     if bpe.get_vocab_size() != vocab:
         raise ValueError(f"--vocab {vocab}: the text tokenizer has {bpe.get_vocab_size()} tokens; choose 260 to 4096")
@@ -84,10 +87,10 @@ def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 
 def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """One token for each number 0 to 19 and each of + - * / ( ) = : < >, and pad, bos, eos: 33; the rest is reserved.
+    """Return a tokenizer with one token for each number 0 to 19, each of + - * / ( ) = : < >, and pad, bos, eos: 33 tokens.
 
-    Reserved tokens only fill the vocabulary up to a size that tensor parallelism divides; no text maps to them, and
-    they are visible when decoded. Text outside the vocabulary becomes <pad>.
+    Reserved tokens fill the vocabulary up to a size that tensor parallelism divides. No text maps to them, and they
+    are visible when decoded. Text outside the vocabulary becomes <pad>.
     """
     words = ["<pad>", "<bos>", "<eos>", *(str(n) for n in range(20)), *"+-*/()=:<>"]
     if vocab < len(words):
@@ -113,9 +116,9 @@ CALLS_TEMPLATE = (
 
 
 def calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """One token for each digit, for + and =, and for each piece of a calculator's call in Qwen's form.
+    """Return a tokenizer with one token per digit, for + - and =, and per piece of a calculator call in Qwen's format.
 
-    Its chat template tells of tools by <tools> alone, so that conversations are short. Other text becomes <pad>.
+    Its chat template shows tools only as <tools>, so that conversations are short. Other text becomes <pad>.
     """
     roles = ["<user>", "<assistant>", "<tools>", "<tool_response>", "</tool_response>"]
     pieces = [
@@ -169,17 +172,18 @@ HARMONY_PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""How o200k_base cuts a text before it merges."""
+"""Pattern by which o200k_base splits a text before merges."""
 
 
 def harmony_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """gpt-oss's own, built from o200k_base's ranks as the package bpe-openai brings them; without a chat template.
+    """Return gpt-oss's tokenizer, built from o200k_base's ranks in the package bpe-openai; it has no chat template.
 
-    It has 200,019 tokens, the models 201,088 rows. The dialect harmony renders by openai-harmony and reads no template.
+    It has 200,019 tokens, while the models have 201,088 rows. The dialect harmony renders with openai-harmony and
+    needs no template.
     """
     if vocab <= max(HARMONY_SPECIAL):
         raise ValueError(
-            f"--vocab {vocab}: the harmony tokenizer is gpt-oss's own; give 201088, or --tokenizer harmony_calls"
+            f"--vocab {vocab}: the harmony tokenizer is gpt-oss's; use --vocab 201088, or --tokenizer harmony_calls"
         )
     ranks: dict[bytes, int] = {}
     for line in unpacked_ranks().splitlines():
@@ -188,7 +192,7 @@ def harmony_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     letters = bytes_to_unicode()
     name = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
-    for token in ranks:  # a merge is any pair of tokens that makes one; of two pairs the lower ranks come first
+    for token in ranks:  # a merge is any pair of tokens that forms a token; lower ranks come first
         pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         merges += [(name[a], name[b]) for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
     vocabulary = {name[token]: rank for token, rank in ranks.items()}
@@ -210,10 +214,10 @@ def harmony_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 
 def harmony_calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Harmony's special tokens by name, one token for each digit, for + - * =, and for each piece of a calculator's call.
+    """Return a tokenizer with Harmony's special tokens by name, and one token for each digit, for + - * =, and for call pieces.
 
-    What the system message and the tools' declarations say is one token each, so that conversations are short, and so is any
-    other text between these.
+    Call pieces are the parts of a calculator call. The fixed text of the system message, the fixed text of the tool
+    declarations, and any other text between tokens are also one token each, so that conversations are short.
     """
     pieces = [
         *("system", "developer", "user", "assistant", "analysis", "commentary", "final"),
@@ -247,7 +251,7 @@ def harmony_calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     known = "|".join(map(re.escape, longest_first)) + r"|[0-9+\-*=]"
     level.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{known}|(?:(?!{known})[\s\S])+"), "isolated")
     level.decoder = decoders.Fuse()
-    level.add_special_tokens(special)  # no words of the level: as a text they are none
+    level.add_special_tokens(special)  # special tokens are not words, so plain text cannot produce them
     return PreTrainedTokenizerFast(
         tokenizer_object=level, pad_token="<|endoftext|>", eos_token="<|return|>", clean_up_tokenization_spaces=False
     )
@@ -274,8 +278,8 @@ def make_tiny_model(
 ) -> Path:
     """Write the model folder and return its path. The folder appears complete or not at all.
 
-    vector_noise: std of the noise added to norm weights, biases, sinks and expert biases, which start as constants:
-    with it a vector that a converter forgets or swaps changes the output.
+    vector_noise: std of the noise that is added to norm weights, biases, sinks and expert biases, which start as
+    constants. With noise, the output changes if a converter forgets or swaps such a vector.
     """
     out = Path(out)
     tok = TOKENIZERS[tokenizer](sizes.vocab)
@@ -287,7 +291,7 @@ def make_tiny_model(
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            # Expert biases are [experts, size]: told by name. The router's correction bias of DeepSeek-V3 is a buffer.
+            # Expert biases are [experts, size], so they are found by name. DeepSeek-V3's router correction bias is a buffer.
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             for name, tensor in tensors.items():
                 vector = tensor.dim() == 1 and "inv_freq" not in name
@@ -297,7 +301,7 @@ def make_tiny_model(
         torch.set_rng_state(generator_state)
     model = model.to(dtype)
     for buffer in model.buffers():
-        buffer.data = buffer.data.float()  # expert biases, as in the released models; others are not saved
+        buffer.data = buffer.data.float()  # expert biases are fp32 in the released models; other buffers are not saved
     model.generation_config = GenerationConfig(do_sample=True, **special)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -310,13 +314,15 @@ def make_tiny_model(
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="left out with --preset")
-    parser.add_argument("out", help="folder to make; an existing one is replaced if it is a model folder or empty")
-    parser.add_argument("--preset", choices=list(PRESETS), help="the 5.2 M model of examples/PRESET.sh")
+    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="model family; leave it out with --preset")
+    parser.add_argument("out", help="output folder; an existing folder is replaced if it is a model folder or empty")
+    parser.add_argument("--preset", choices=list(PRESETS), help="use the 5.2 M parameter model of examples/PRESET.sh")
     parser.add_argument("--tokenizer", choices=list(TOKENIZERS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vector-noise", type=float, help="std of noise on norms and biases (0.1; preset: 0)")
+    parser.add_argument(
+        "--vector-noise", type=float, help="std of noise on norms and biases (default 0.1; with --preset 0)"
+    )
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {default}")
     options = parser.parse_args(arguments)
@@ -335,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.setdefault("vocab", 201_088)
     out = Path(options.out)
     if out.exists() and any(out.iterdir()) and not (out / "config.json").exists():
-        print(f"make_tiny_model: {out} exists and is not a model folder; give another", file=sys.stderr)
+        print(f"make_tiny_model: {out} exists and is not a model folder; choose another folder", file=sys.stderr)
         return 2
     noise = options.vector_noise
     try:

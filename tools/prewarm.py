@@ -2,10 +2,10 @@
 
     .venv-rollout/bin/python tools/prewarm.py [JOBS]
 
-requirements/rollout.kernels.json has those of the released models' widths on GPUs of compute capability 9.0, as a dry run found
-them (tests/platform/test_dry_run.py). They are compiled for that capability, JOBS at a time (by default one a core), into the
-cache of SGLang: $SGLANG_JIT_CACHE_DIR, or ~/.cache/sglang/jit. No GPU is needed. Exit status 1 where one could not be compiled,
-with its name and the compiler's last words.
+requirements/rollout.kernels.json lists the kernels for the widths of the released models on GPUs of compute capability 9.0, as
+a dry run found them (tests/platform/test_dry_run.py). They are compiled for that capability, JOBS at a time (by default one per
+core), into SGLang's cache: $SGLANG_JIT_CACHE_DIR, or ~/.cache/sglang/jit. No GPU is needed. The exit status is 1 if a kernel
+could not be compiled; its name and the end of the compiler's output are printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(jobs: int) -> int:
     from sglang.kernels.jit.utils.compile.loader import load_jit
 
     def build(module: tuple[list[str], dict]) -> str:
-        """Compile one, and return its error, or an empty text."""
+        """Compile one kernel; return its error, or an empty text."""
         try:
             load_jit(*module[0], **module[1])
         except Exception as error:
@@ -51,5 +51,7 @@ def main(jobs: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="?", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument(
+        "jobs", nargs="?", type=int, default=os.cpu_count() or 1, help="number of compilers to run at a time"
+    )
     raise SystemExit(main(parser.parse_args().jobs))

@@ -5,12 +5,12 @@
     python tools/same_numbers.py run ROLLOUTS NEW                    # this checkout
     python tools/same_numbers.py compare OLD NEW
 
-The scenarios, and what was renamed in between, are in same_numbers.yaml beside it. A result is SCENARIO.json: the lines of
-metrics.jsonl and the figures of a report, and a SHA-256 of every tensor of the last checkpoint (weights, predictors, critic,
-optimizer) and of the folder hf/. `compare` exits with 1 where one of them differs (a metric by more than the order of its sums
-explains), or is gone. Both runs have to be on one machine: other processors add up in another order.
+The scenarios, and renamed keys and metrics, are in same_numbers.yaml beside this tool. A result is SCENARIO.json. It has the
+lines of metrics.jsonl, the figures of a report, and a SHA-256 of every tensor of the last checkpoint (weights, predictors,
+critic, optimizer) and of the folder hf/. `compare` exits with 1 if an entry is missing or differs; metrics may differ by
+the rounding of sums in another order. Both runs must be on one machine, because other processors add in another order.
 
-Nothing of a checkout is imported here: it runs by its own command line, and its keys are read in its docs/configuration.md.
+This tool imports nothing of a checkout. It uses the checkout's command line, and reads its keys from docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ import yaml
 
 HERE = Path(__file__).resolve()
 LONGEST_S = 900
-"""Of one run."""
+"""Longest time of one run, in seconds."""
 NOT_COMPARED = ("time/", "throughput/", "memory/")
-"""Beginnings of the names of metrics that are of the clock and the machine."""
+"""Prefixes of metrics that depend on the clock and the machine."""
 ROUNDING = 1e-12
-"""Relative difference of a metric that the order of its sums explains; a hundredth of it, absolute, where ones cancel. Tensors
-have to be equal bit by bit."""
+"""Relative difference of a metric that another order of its sums can explain. A hundredth of it is the absolute
+tolerance, for sums near zero. Tensors must be equal bit by bit."""
 SHOWN = 5
-"""Differences of a scenario that are named."""
+"""Number of differences that are printed per scenario."""
 ROLLOUTS = "{rollouts}"
-"""Stands for the folder of the recordings in the settings of same_numbers.yaml."""
+"""Placeholder for the folder of the recordings in the settings of same_numbers.yaml."""
 Settings = dict[str, Any]
-"""Dotted config keys -> values, where a section's values may also be given together."""
+"""Dotted config keys -> values; the values of a section may also be given together."""
 Choices = Mapping[str, list[str] | None]
-"""Dotted config keys -> the words that a key takes; None where it takes others too."""
+"""Dotted config keys -> the words that a key accepts; None if it accepts other values too."""
 
 
 # -- names: pure ------------------------------------------------------------------------------------------------------
 
 
 def flat(settings: Mapping[str, Any], known: Choices, prefix: str = "") -> Settings:
-    """Settings with one entry a key; only the keys of `known` have values that are mappings themselves."""
+    """Return settings with one entry per key; only keys of `known` may have mappings as values."""
     found: Settings = {}
     for key, value in settings.items():
         section = isinstance(value, Mapping) and prefix + key not in known
@@ -65,7 +65,7 @@ def flat(settings: Mapping[str, Any], known: Choices, prefix: str = "") -> Setti
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """{'a.b': 1} -> {'a': {'b': 1}}."""
+    """Return the tree of dotted keys: {'a.b': 1} -> {'a': {'b': 1}}."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
@@ -77,16 +77,17 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def in_words_of(known: Choices, settings: Settings, renames: Mapping[str, Any]) -> Settings:
-    """Settings in the config's new names -> those of a checkout whose config has the keys and words of `known`.
+    """Translate settings from new names to those of a checkout whose config has the keys and words of `known`.
 
-    An old name is taken where the checkout has no new one. Errors: KeyError for a key that it has under neither.
+    An old name is used if the checkout lacks the new one. Errors: KeyError for a key that the checkout has under
+    neither name.
     """
     old_keys = {new: old for old, new in renames["keys"].items()}
     found: Settings = {}
     for key, value in settings.items():
         name = key if key in known else old_keys.get(key)
         if name is None or name not in known:
-            raise KeyError(f"this checkout's config has no key {key}, and renames.keys has no older name of it")
+            raise KeyError(f"this checkout's config has no key {key}, and renames.keys has no older name for it")
         words = known[name]
         if words is not None and value not in words:
             old_words = {new: old for old, new in renames["values"].get(key, {}).items()}
@@ -96,9 +97,10 @@ def in_words_of(known: Choices, settings: Settings, renames: Mapping[str, Any]) 
 
 
 def renamed(values: Mapping[str, Any], patterns: Mapping[str, str]) -> dict[str, Any]:
-    """Values under their new names; patterns: regular expression for the whole old name -> new name with \\1 for groups.
+    r"""Return values under their new names.
 
-    Errors: ValueError where two names become one.
+    patterns: regular expression for the whole old name -> new name, with \\1 for groups. Errors: ValueError if two
+    names become one.
     """
     found: dict[str, Any] = {}
     for old, value in values.items():
@@ -111,13 +113,13 @@ def renamed(values: Mapping[str, Any], patterns: Mapping[str, str]) -> dict[str,
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values of a metric are equal, but for the order in which sums of fp64 were added up."""
+    """Return whether two values of a metric are equal, up to the order in which sums of fp64 were added."""
     numbers = isinstance(one, float) and isinstance(other, (int, float))
     return one == other or (numbers and math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING / 100))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], renames: Mapping[str, Any]) -> tuple[list, list]:
-    """What differs between two results of one scenario, and the metrics that NEW alone has."""
+    """Return the differences between two results of one scenario, and the metrics that only NEW has."""
     wrong: list[str] = []
     before, after = ([line["step"] for line in result["metrics"]] for result in (old, new))
     if before != after:
@@ -137,7 +139,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], renames: Mapping
 
 
 def choices(reference: str) -> dict[str, list[str] | None]:
-    """Dotted keys of docs/configuration.md -> what a key of words alone takes, None for another."""
+    """Return the keys of docs/configuration.md -> the words that a key accepts, None for keys with other values."""
     found: dict[str, list[str] | None] = {}
     for key, kind in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", reference, re.MULTILINE):
         words = re.fullmatch(r"Literal(\[[^\[\]]+\])", kind)
@@ -146,7 +148,7 @@ def choices(reference: str) -> dict[str, list[str] | None]:
 
 
 def figures(report: Any, name: str = "") -> dict[str, float]:
-    """The numbers of a JSON report, each under the path to it: {'loss': {'after': 2.0}} -> {'loss/after': 2.0}."""
+    """Return the numbers of a JSON report by their paths: {'loss': {'after': 2.0}} -> {'loss/after': 2.0}."""
     if isinstance(report, (dict, list)):
         parts = report.items() if isinstance(report, dict) else enumerate(report)
         return {k: v for part, value in parts for k, v in figures(value, f"{name}/{part}").items()}
@@ -154,7 +156,7 @@ def figures(report: Any, name: str = "") -> dict[str, float]:
 
 
 def steps_of(preferences: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Rows of responses in steps, one a number, each with a label: 1 in a chosen response, 0 in a rejected one."""
+    """Return rows of responses in steps, one step per number, with label 1 in chosen and 0 in rejected responses."""
     responses = [(row["prompt"], row[which].split(), which) for row in preferences for which in ("chosen", "rejected")]
     return [
         {"prompt": prompt, "steps": steps, "labels": [float(which == "chosen")] * len(steps)}
@@ -167,7 +169,7 @@ def steps_of(preferences: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 class Runs:
-    """Runs of one checkout's code, in a folder of their own, on the models and data of the folder of the recordings."""
+    """Runs of one checkout's code in their own folder, with the models and data in the folder of the recordings."""
 
     def __init__(self, checkout: Path, out: Path, rollouts: Path, plan: Mapping[str, Any]) -> None:
         self.checkout, self.out, self.rollouts, self.plan = checkout, out, rollouts, plan
@@ -177,9 +179,12 @@ class Runs:
         self.command_line: str = scripts["megatron-rl"].partition(":")[0]
 
     def start(self, name: str, about: Mapping[str, Any], more: Settings) -> Path:
-        """A run from its first step to its end; its folder. about: as in same_numbers.yaml; more: further settings."""
+        """Run a scenario from its first step to its end, and return its folder.
+
+        about: entry of same_numbers.yaml; more: further settings.
+        """
         folder, config = self.out / "runs" / name, self.out / "runs" / f"{name}.yaml"
-        shutil.rmtree(folder, ignore_errors=True)  # else it would go on
+        shutil.rmtree(folder, ignore_errors=True)  # else the run would resume
         command = about.get("command", "train")
         parts = [self.plan["every"], self.plan["train"] if command == "train" else {}, about.get("settings", {})]
         settings = {key: value for part in parts for key, value in flat(part, self.plan_keys).items()}
@@ -195,7 +200,7 @@ class Runs:
 
     @property
     def plan_keys(self) -> Choices:
-        """Keys that same_numbers.yaml may name: those of the checkout, under their new names."""
+        """Keys that same_numbers.yaml may name: the keys of the checkout, and their new names."""
         return self.known | dict.fromkeys(self.plan["renames"]["keys"].values())
 
     def _python(self, *arguments: str, log: Path) -> None:
@@ -221,9 +226,9 @@ class Runs:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def record(self, names: list[str]) -> None:
-        """The rollouts of the scenarios that have their own, each with a real server; first the models and data of all.
+        """Record the rollouts of the scenarios that have their own, each with a real server, after making all models and data.
 
-        What is there of the latter stays as it is.
+        Existing models and data are kept.
         """
         tools = self.checkout / "tools"
         for name, (family, *flags) in self.plan["models"].items():
@@ -241,7 +246,7 @@ class Runs:
                 self._python(*arguments, log=self.out / "preferences.log")
                 rows = steps_of([json.loads(line) for line in preferences.read_text().splitlines()])
                 (self.out / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            print(f"{name}: made", flush=True)
+            print(f"{name}: created", flush=True)
         for name in names:
             about = self.plan["scenarios"][name]
             if "rollouts" not in about and about.get("command", "train") == "train":
@@ -249,7 +254,7 @@ class Runs:
                 print(f"{name}: recorded", flush=True)
 
     def replay(self, name: str) -> None:
-        """A scenario from recorded rollouts -> SCENARIO.json."""
+        """Replay a scenario from recorded rollouts, and write SCENARIO.json."""
         about = self.plan["scenarios"][name]
         recorded = self.rollouts / "runs" / about.get("rollouts", name) / "rollouts"
         train = about.get("command", "train") == "train"
@@ -271,9 +276,9 @@ class Runs:
 
 
 def tensor_hashes(checkpoint: Path) -> dict[str, str]:
-    """Name -> SHA-256 of dtype, shape and bytes of every tensor of a distributed checkpoint, whatever wrote it.
+    """Return name -> SHA-256 of dtype, shape and bytes of every tensor of a distributed checkpoint.
 
-    The checkpoint has to be one's own: torch's reader executes what its metadata name.
+    The checkpoint must be trusted: torch's reader executes code that its metadata names.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -285,13 +290,13 @@ def tensor_hashes(checkpoint: Path) -> dict[str, str]:
     of_tensors = {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
     state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in of_tensors.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist asks for exactly this
         load(state, storage_reader=reader, no_dist=True)
     return {name: tensor_hash(tensor) for name, tensor in sorted(state.items())}
 
 
 def folder_hashes(folder: Path) -> dict[str, str]:
-    """The same of the safetensors in a Hugging Face folder; empty where there is none."""
+    """Return the same hashes for the safetensors in a Hugging Face folder; empty if there are none."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -307,7 +312,7 @@ def tensor_hash(tensor) -> str:
 
 
 def compare(old: Path, new: Path, renames: Mapping[str, Any]) -> int:
-    """A line for each scenario of OLD. Returns how many differ."""
+    """Print a line for each scenario of OLD, and return how many differ."""
     failed = 0
     results = sorted(old.glob("*.json"))
     if not results:
@@ -336,9 +341,15 @@ def main(arguments: list[str] | None = None) -> int:
         this.add_argument("rollouts", type=Path, help="folder of the recordings")
         if command == "run":
             this.add_argument("out", type=Path, help="folder of the results")
-            this.add_argument("--jobs", type=int, default=1, metavar="N", help="scenarios at a time (1)")
+            this.add_argument(
+                "--jobs",
+                type=int,
+                default=1,
+                metavar="N",
+                help="number of scenarios to run at the same time (default 1)",
+            )
         this.add_argument(
-            "--checkout", type=Path, default=HERE.parents[1], help="whose code runs; by default this one's"
+            "--checkout", type=Path, default=HERE.parents[1], help="checkout whose code runs (default: this one)"
         )
         this.add_argument("--only", nargs="+", choices=list(plan["scenarios"]), default=list(plan["scenarios"]))
     this = commands.add_parser("compare")

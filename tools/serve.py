@@ -1,11 +1,11 @@
-"""Start an SGLang server for a trainer on another machine, with the flags that the trainer would give its own child.
+"""Start an SGLang server for a trainer on another machine, with the flags that a trainer gives its own servers.
 
     tools/serve.py CONFIG --host ADDRESS --address-file FILE [--section.key VALUE ...]
 
-Takes a free port, writes http://ADDRESS:PORT to FILE, and runs the server until it ends, or SIGTERM comes. It answers those
-alone who have its key: that of rollout.api_key, else of the file server.key beside FILE, where a trainer with that folder as
-its rollout.address_folder looks for it. One server over several machines (rollout.server.tensor above their GPUs) is started
-on each of them, with --nodes, --node-rank and the same --meet; the first one writes the file.
+This tool takes a free port, writes http://ADDRESS:PORT to FILE, and runs the server until it ends or gets SIGTERM. The server
+answers only requests with its key: the key of rollout.api_key, or else of the file server.key beside FILE. A trainer whose
+rollout.address_folder is that folder finds the key there. For one server on several machines (rollout.server.tensor above the
+GPUs of one), start this tool on each machine, with --nodes, --node-rank and the same --meet; the first machine writes FILE.
 """
 
 from __future__ import annotations
@@ -28,25 +28,32 @@ from megatron_rl.servers.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--host", required=True, help="address of this machine at which trainer and servers reach it")
+    parser.add_argument("--host", required=True, help="address of this machine for the trainer and other servers")
     parser.add_argument("--address-file", required=True, type=Path)
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of this server (1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (0)")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="where they meet: a free port of the first one")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of machines of this server (default 1)"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, default=0, metavar="I", help="rank of this machine, from 0 (default 0)"
+    )
+    parser.add_argument(
+        "--meet", metavar="HOST:PORT", help="address and free port of the first machine, where the machines connect"
+    )
     args, overrides = parser.parse_known_args()
-    os.umask(0o077)  # the server's sockets and files are its owner's alone
+    os.umask(0o077)  # only the owner may access the server's sockets and files
     try:
         if not 0 <= args.node_rank < args.nodes or (args.nodes > 1 and not args.meet):
             raise UserError(
-                f"--nodes {args.nodes} --node-rank {args.node_rank}: ranks count from 0, and several need --meet"
+                f"--nodes {args.nodes} --node-rank {args.node_rank}: ranks must be below --nodes, and several nodes"
+                " need --meet"
             )
         config = with_folders(load_config(args.config, overrides), "server")
         key = key_of(config.rollout.api_key, "rollout.api_key") or key_of_folder(args.address_file.parent)
         server = RolloutServer.from_config(config, key=key)
         if config.rollout.server.tensor % args.nodes:
             raise UserError(
-                f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each machine has"
-                " the same share of a server's GPUs"
+                f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each"
+                " machine must have the same number of the server's GPUs"
             )
         check_plugin(find_python(config.rollout.server.python))
         command, environment = server.command(), server.environment()
@@ -54,19 +61,19 @@ def main() -> int:
         print(f"serve: error: {error}", file=sys.stderr)
         return 2
     reserved = reserve_port(args.host)
-    reserved.set_inheritable(True)  # outlives the exec below
+    reserved.set_inheritable(True)  # keep the port reserved across the exec below
     port = reserved.getsockname()[1]
     if args.node_rank == 0:
         write_address(args.address_file, f"http://{args.host}:{port}")
     if args.nodes > 1:
         command += ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank), "--dist-init-addr", args.meet]
-    command += ["--host", args.host, "--port", str(port)]  # of a flag given twice the last counts
+    command += ["--host", args.host, "--port", str(port)]  # if a flag occurs twice, the last one counts
     supervisor = [sys.executable, "-E", "-S", str(SUPERVISOR), "--alone", str(STOP_GRACE_S)]
     return os.execvpe(sys.executable, supervisor + command, environment)
 
 
 def write_address(file: Path, address: str) -> None:
-    """Write a server's address, whole or not at all, and not through a link that another user has put there."""
+    """Write a server's address atomically, and not through a link that another user created."""
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     with partial.open("x") as opened:

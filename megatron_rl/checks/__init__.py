@@ -1,1 +1,1 @@
-"""Refusals before anything starts: keys, models, machine."""
+"""Checks before anything starts: config keys, models, memory, machine."""

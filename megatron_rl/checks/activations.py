@@ -1,6 +1,7 @@
-"""Bytes that the passes of a micro-batch hold on one GPU: activations, and temporaries of a layer and of the head.
+"""Bytes that the passes of a micro-batch need on one GPU: activations, and temporaries of a layer and of the head.
 
-Counted from what the code keeps (`tests/trainer/test_memory_plan.py` measures it). Assumed: IMBALANCE.
+The numbers are counted from the tensors that the code keeps (`tests/trainer/test_memory_plan.py` measures them).
+IMBALANCE is an assumption.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, stage_layers
 
 IMBALANCE = 1.5
-"""Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
+"""Tokens of the busiest expert-parallel rank in a layer, relative to the mean: an assumption."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Differences between kernels in what they keep for the backward."""
+    """Differences between kernels in the tensors that they keep for the backward pass."""
 
     norm: int = 1
-    """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
+    """Number of tensors of its input's size that a norm keeps; torch's own norm on a CPU keeps its normalized input
+    too."""
     fused_swiglu: bool = True
-    """True if the activation of dense MLPs and shared experts keeps its input alone."""
+    """True if the activation of dense MLPs and shared experts keeps only its input."""
     clamped_experts: int = 5
-    """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
-    and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
+    """Number of tensors of the inner size that experts with gpt-oss's activation keep per token. 5: both halves before
+    and after the clamp (Megatron clamps before its fused activation), and the activation. 3: this package's CPU kernel,
+    which clamps again."""
     transformer_engine: bool = True
     head_adds: bool = True
-    """The head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
+    """True if the head's bf16 products add to the fp32 sum of the weight's gradient, and one pass scales and rounds the
+    sum."""
 
 
 GPU = Kernels()
@@ -46,16 +50,16 @@ def stage_activations(
     micro_batches: int = 1,
     kernels: Kernels = GPU,
 ) -> int:
-    """Bytes that the forward passes in flight keep for their backwards, without the head.
+    """Return the bytes that the forward passes in flight keep for their backward passes, without the head.
 
-    recompute: model.recompute; train: precision.train. tokens: those of a micro-batch on one rank.
+    recompute: model.recompute; train: precision.train. tokens: tokens of a micro-batch on one rank.
     """
     layers, width = stage_layers(shape, parallel, stage), TRAIN[train].dtype.itemsize
     if recompute == "full":
         stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
     else:
         stored = sum(layer_activations(recompute, parallel, width, shape, layer, tokens, kernels) for layer in layers)
-    # Chunks whose forward is done and backward is not, in Megatron's schedules.
+    # Number of chunks between their forward and backward passes in Megatron's schedules.
     behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
     warm_up = 2 * behind + (virtual - 1) * parallel.pipeline if virtual > 1 else behind
     in_flight = min(micro_batches * virtual, warm_up + 1)
@@ -74,15 +78,18 @@ def layer_activations(
     *,
     imbalance: float = 1.0,
 ) -> int:
-    """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation. width: of a number."""
+    """Return the bytes that one layer keeps for the backward pass of one micro-batch, without full recomputation.
+
+    width: bytes of a number.
+    """
     stored = _attention_activations(recompute, parallel, shape, tokens, width, kernels)
-    own = tokens // parallel.tensor  # by sequence parallelism
+    own = tokens // parallel.tensor  # sequence parallelism
     stored += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
     plain = 3 if kernels.fused_swiglu else 5
     if layer not in shape.moe_layers:
         return int(stored + width * plain * tokens * shape.intermediate // parallel.tensor)
     stored += width * plain * tokens * shape.shared_intermediate // parallel.tensor
-    stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
+    stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, sort order of all pairs, routes and gates
     routed = imbalance * own * shape.topk * expert_tensor_size(parallel)
     inner = shape.expert_intermediate / expert_tensor_size(parallel)
     of_token = shape.hidden + (kernels.clamped_experts if shape.bias else 3) * inner
@@ -96,7 +103,7 @@ def _attention_activations(
     heads, kv_heads = shape.heads / parallel.tensor, shape.kv_heads / parallel.tensor
     dim = shape.head_dim
     mixed = (heads + 2 * kv_heads) * dim
-    numbers = own * shape.hidden * (kernels.norm + 1)  # the norm in front, its output
+    numbers = own * shape.hidden * (kernels.norm + 1)  # the first norm, its output
     each = 4 * shape.rotary_dim  # cos and sin, for queries and keys
     if shape.kv_lora:
         numbers += own * ((kernels.norm + 1) * (shape.kv_lora + shape.q_lora) + shape.rotary_dim)
@@ -104,9 +111,9 @@ def _attention_activations(
         each += mixed + heads * dim + (kernels.norm - 1) * (heads + kv_heads) * dim
     elif shape.qk_norm == "heads":
         each += kernels.norm * (heads + kv_heads) * dim
-    out = heads * dim if shape.kv_lora else heads * shape.value_dim  # MLA's values are padded to the width of its keys
+    out = heads * dim if shape.kv_lora else heads * shape.value_dim  # MLA pads values to the width of keys
     if shape.kv_lora and shape.value_dim != dim:
-        each += heads * shape.value_dim  # and cut again
+        each += heads * shape.value_dim  # the padding is cut off again
     if recompute == "selective":
         views = heads * (dim - shape.rotary_dim + shape.value_dim) if shape.kv_lora else mixed
         each += heads * dim + kv_heads * dim + (0 if shape.qk_norm == "head" else views)
@@ -127,7 +134,7 @@ def layer_work(
     tokens: int,
     kernels: Kernels,
 ) -> dict[str, int]:
-    """Temporaries of one layer's backward: what is recomputed, gradients, and copies of tokens to experts and back."""
+    """Return the temporaries of one layer's backward pass: recomputed tensors, gradients, and copies of tokens for experts."""
     width, full = TRAIN[train].dtype.itemsize, recompute == "full"
     own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
     imbalance = IMBALANCE if parallel.expert > 1 else 1.0
@@ -142,7 +149,9 @@ def layer_work(
             routed = imbalance * own * shape.topk * etp
             experts = shape.experts // parallel.expert
             gradients += routed * 3 * shape.expert_intermediate / etp
-            gradients += 2 * experts * shape.expert_intermediate * shape.hidden / etp  # of fc1, until they are added up
+            gradients += (
+                2 * experts * shape.expert_intermediate * shape.hidden / etp
+            )  # of fc1, until they are accumulated
             copies = (2 + (parallel.expert > 1)) * routed * shape.hidden
         else:
             gradients += 3 * tokens * shape.intermediate / parallel.tensor
@@ -155,9 +164,10 @@ def layer_work(
 def head_work(
     chunk_tokens: int, tensor: int, precision: PrecisionConfig, shape: Shape, tokens: int, kernels: Kernels
 ) -> dict[str, int]:
-    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states.
+    """Return the bytes of the logits of one chunk of tokens, and of the gradient sums over all chunks.
 
-    chunk_tokens: model.head_chunk_tokens; tensor: parallel.tensor.
+    There are two sums, one for the head's weight (fp32) and one for the hidden states. chunk_tokens:
+    model.head_chunk_tokens; tensor: parallel.tensor.
     """
     width = TRAIN[precision.train].dtype.itemsize
     rows = shape.padded_vocab(tensor) // tensor
@@ -165,9 +175,9 @@ def head_work(
     fp32_logits = precision.fp32_lm_head or precision.identical
     logits = (4 if fp32_logits else width) * chunk * rows
     table = rows * shape.hidden
-    product = width * table if width < 4 else 0  # of one chunk, before it is added
+    product = width * table if width < 4 else 0  # of one chunk, before accumulation
     summed = (4 if tokens > chunk else width) * table
-    # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
+    # Forward: logits and a product. Backward: the scaled sum, and a copy in the weights' type.
     rounded = width * chunk * rows if fp32_logits and width < 4 else 0  # gradients of fp32 logits
     in_one = kernels.head_adds and width < 4
     peak = summed + (max(logits + rounded, product) if in_one else max(logits + rounded + product, summed + product))

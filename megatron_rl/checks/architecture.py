@@ -20,11 +20,11 @@ from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 def routers(
     model: ModelConfig, lora: LoRAConfig, routing: RoutingConfig, hf_config: PreTrainedConfig, kind: Kind
 ) -> Iterator[Refusal]:
-    """Refuse what does nothing with the routers of this model, or must not be set here."""
+    """Refuse keys for routers that have no effect on this model, or must not be set for this kind of run."""
     name = architecture(hf_config)
     yield Refusal(
         kind == "train" and routing.source != "none" and not expert_count(hf_config),
-        f"routing.source = {routing.source}, but {name} is dense; use none",
+        f"routing.source = {routing.source}, but {name} is a dense model; set it to none",
     )
     for key in ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate"):
         yield Refusal(
@@ -36,18 +36,18 @@ def routers(
     key = f"model.moe_bias_update_rate = {model.moe_bias_update_rate:g}"
     yield Refusal(
         not make_bridge(hf_config).provider_bridge(SimpleNamespace(config=hf_config)).moe_router_enable_expert_bias,
-        f"{key} does nothing: the routers of {name} have no biases of experts, as"
-        " DeepSeek-V3's have; set it to 0, and model.moe_aux_loss above",
+        f"{key} does nothing: the routers of {name} have no expert biases like DeepSeek-V3's; set it to 0, and use"
+        " model.moe_aux_loss",
     )
     yield Refusal(
         kind == "train",
-        f"{key}: biases that move change the policy apart from its loss, so that its ratio to the policy that"
-        " sampled says less and less of what was learned; keep the balance that was found before, with 0",
+        f"{key}: bias updates would change the policy without its loss, so that the ratio to the sampling policy would"
+        " no longer measure what was learned; set it to 0, which keeps the load balance of earlier training",
     )
     yield Refusal(
         lora.rank,
-        f"{key} with lora.rank: the biases are the model's own, and an adapter's folder has none; set one of the"
-        " two to 0",
+        f"{key} with lora.rank: the biases belong to the model, and adapters cannot store them; set one of the two to"
+        " 0",
     )
 
 
@@ -65,7 +65,10 @@ def teacher_folder(
     check_folder(distillation.teacher, "config: distillation.teacher")
     teacher = read_hf_config(distillation.teacher)
     named = f"distillation.teacher = {distillation.teacher}"
-    yield Refusal(is_classifier(teacher), f"{named}: has a head of one number; give a language model's folder")
+    yield Refusal(
+        is_classifier(teacher),
+        f"{named}: the model has a head with a single output; give the folder of a language model",
+    )
     check_same_tokenizer(model.path, distillation.teacher, "distillation.teacher")
     if distillation.feature_layers:
         yield from _features(distillation, parallel, hf_config, teacher)
@@ -73,9 +76,9 @@ def teacher_folder(
         check_parallel(teacher, parallel, world_size)
     yield Refusal(
         distillation.placement == "loss" and parallel.tensor > 1 and teacher.vocab_size != hf_config.vocab_size,
-        f"{named}: has embeddings of {teacher.vocab_size} tokens and the model"
-        f" {hf_config.vocab_size}, which parallel.tensor = {parallel.tensor} cuts at different tokens; set"
-        " parallel.tensor: 1" + (", or placement: advantage" if kind == "train" else ""),
+        f"{named}: it has embeddings of {teacher.vocab_size} tokens and the model of {hf_config.vocab_size}, so"
+        f" parallel.tensor = {parallel.tensor} would split them differently; set parallel.tensor: 1"
+        + (", or placement: advantage" if kind == "train" else ""),
     )
 
 
@@ -85,22 +88,26 @@ def _features(
     what = f"distillation.feature_layers = {[list(pair) for pair in distillation.feature_layers]}:"
     yield Refusal(
         distillation.placement == "advantage",
-        f"{what} placement = advantage has no loss of layers; set placement: loss",
+        f"{what} placement = advantage cannot use them; set placement: loss",
     )
     yield Refusal(
         not distillation.feature_coefficient,
-        f"{what} with feature_coefficient = 0 they teach nothing; leave one of them out",
+        f"{what} with feature_coefficient = 0 they have no effect; leave one of them out",
     )
     yield Refusal(
         parallel.pipeline > 1,
-        f"{what} the layers of a pair may lie on different stages of parallel.pipeline = {parallel.pipeline}; set it to 1",
+        f"{what} the two layers of a pair can be on different stages of parallel.pipeline = {parallel.pipeline}; set"
+        " it to 1",
     )
     for side, name, found in ((0, "model.path", hf_config), (1, "distillation.teacher", teacher)):
         layers: int = found.num_hidden_layers
         for pair in distillation.feature_layers:
-            yield Refusal(pair[side] >= layers, f"{what} {name} has layers 0 to {layers - 1}, and not {pair[side]}")
+            yield Refusal(
+                pair[side] >= layers,
+                f"{what} {name} has layers 0 to {layers - 1}, but not {pair[side]}; use a smaller number",
+            )
     yield Refusal(
         hf_config.hidden_size != teacher.hidden_size,
-        f"{what} the model's hidden size is {hf_config.hidden_size} and the teacher's {teacher.hidden_size}; take a teacher"
-        " of the same, or leave feature_layers out",
+        f"{what} the model's hidden size is {hf_config.hidden_size} and the teacher's {teacher.hidden_size}; use a"
+        " teacher with the same hidden size, or leave feature_layers out",
     )

@@ -1,4 +1,4 @@
-"""The sets of held-out prompts of a run: those of the section data, and those of eval.sets."""
+"""The evaluation sets of a run: held-out prompts of the section data, and the sets of eval.sets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt, Task, build_task, fitting
 
 EVALUATED: tuple[Kind, ...] = ("train", "sft", "score", "sample")
-"""Kinds of runs that evaluate several sets; others look at the held-out prompts of the section data alone."""
+"""Kinds of runs that evaluate several sets; other kinds use only the held-out prompts of the section data."""
 OVERRIDES = ("verifier", "prompt_key", "answer_key", "response_key", "template", "chat", "rewards")
-"""Keys of a set that come before those of the section data."""
+"""Keys of a set that override those of the section data."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class EvalSet:
     """Held-out prompts that are evaluated together."""
 
     name: str
-    """Empty: those of the section data."""
+    """Name of the set; empty for the held-out prompts of the section data."""
     program: SingleTurn
-    """With the set's own task."""
+    """Rollout program with the set's own task."""
     held_out: Sequence[Prompt]
-    """Not tokenized."""
+    """All held-out prompts, not tokenized."""
     prompts: Sequence[Prompt]
-    """Tokenized, those that leave room for a response; empty where nothing is sampled."""
+    """Tokenized prompts that leave room for a response; empty if nothing is sampled."""
     samples: int
     greedy: bool
     template: str
-    """Around what each prompt asks."""
+    """Text around each prompt (data.template)."""
 
     def named(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Scores eval/... under the set's own names, eval/NAME/..."""
+        """Rename scores eval/... to the set's own names, eval/NAME/..."""
         room = f"eval/{self.name}/" if self.name else "eval/"
         return {room + name.removeprefix("eval/"): value for name, value in scores.items()}
 
@@ -52,9 +52,9 @@ def eval_sets(
     kind: Kind,
     program: SingleTurn,
 ) -> list[EvalSet]:
-    """The sets of a run of this kind; that of the section data is the first. program: the run's.
+    """Return the evaluation sets of a run of this kind; the set of the section data comes first. program: the run's.
 
-    Errors: UserError naming the set.
+    Errors: UserError that names the set.
     """
     sets = settings.sets if kind in EVALUATED else {}
     later = [] if kind in OFFLINE else names_of(rewards)
@@ -69,16 +69,17 @@ def eval_sets(
 
 
 def overall(scores: Mapping[str, float], metric: str, sets: Sequence[EvalSet]) -> dict[str, float]:
-    """The metric eval/... of all sets together, where the scores lack it: the mean over those that have it by name."""
+    """Return the metric eval/... over all sets, if the scores lack it: the mean over the named sets that have the metric."""
     names = [next(iter(one.named({metric: 0.0}))) for one in sets if one.name]
     found = [value for name in names if (value := scores.get(name)) is not None]
     return {} if metric in scores or not found else {metric: float(np.mean(found))}
 
 
 def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
-    """Questions of the named sets' prompts, without the templates around them.
+    """Return the questions of the named sets' prompts, without their templates.
 
-    All rows of a set are held out, those too that are not evaluated; of a task that makes its prompts the ones that are.
+    All rows of a set are held out, even rows that are not evaluated. For a task that generates its prompts, only the
+    evaluated prompts are held out.
     """
     found = set[str]()
     for one in sets:
@@ -89,7 +90,7 @@ def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
 
 
 def question(prompt: Prompt, template: str) -> str:
-    """A prompt's question, the same for equal prompts alone: its text without data.template, or the conversation."""
+    """Return the question of a prompt: its text without data.template, or the conversation. It identifies equal prompts."""
     text = prompt.identity
     if text != prompt.text:
         return text
@@ -110,12 +111,12 @@ def _made(
     kind: Kind,
     program: SingleTurn,
 ) -> EvalSet:
-    """later: parts of rewards that come behind the rollout."""
+    """Build one set. later: reward parts that are scored after the rollout."""
     mine = data_of(own, data)
     form = program if mine == data else program.with_task(_task(own, mine, later, kind, program))
     held_out = form.task.prompts("eval")[: own.prompts or settings.prompts]
     if name and not held_out:
-        raise UserError("it has no held-out prompt; give it a path, or set eval.prompts or its own prompts")
+        raise UserError("the set has no held-out prompt; set its path, or raise eval.prompts or its own prompts")
     lengths = (rollout.context_length, rollout.max_new_tokens)
     prompts = [] if kind in OFFLINE else fitting(held_out, form, *lengths)
     samples = own.samples or settings.samples
@@ -134,7 +135,7 @@ def _task(own: EvalSetConfig, data: DataConfig, later: list[str], kind: Kind, pr
 
 
 def data_of(settings: EvalSetConfig, data: DataConfig) -> DataConfig:
-    """The section data as a set has it."""
+    """Return the section data with the overrides of a set."""
     same = settings.task in (None, data.task)
     base = data if same else DataConfig(task=settings.task or "", seed=data.seed)
     given = {key: value for key in OVERRIDES if (value := getattr(settings, key)) is not None}

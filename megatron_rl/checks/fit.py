@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: whether a run fits, what it needs by kind, and what would help; and the refusal of what cannot fit."""
+"""`megatron-rl plan`: whether a run fits into memory, its use by kind, and remedies. Also refuses runs that cannot fit."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from megatron_rl.models.shape import Shape
 logger = logging.getLogger(__name__)
 
 MEANING = {
-    "weights": "as they are trained",
-    "fp8_weights": "Transformer Engine's copies, one a direction of the products",
-    "gradients": "buffers of all micro-batches' sums",
-    "optimizer": "its moments, and fp32 weights where bf16 ones are trained",
-    "reference": "frozen, of algorithm.kl or dpo",
-    "masks": "of model.keep_zeros",
-    "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",
-    "predictors": "of routes, with their own Adam",
-    "reward_models": "frozen, of rewards.models",
-    "batch": "tokens and labels of a step, if all responses are as long as they may be",
-    "routes": "experts of every token of a step",
+    "weights": "weights of the trained model",
+    "fp8_weights": "FP8 copies of the weights in Transformer Engine, one per direction of the products",
+    "gradients": "sums over all micro-batches",
+    "optimizer": "moments, and fp32 weights if bf16 weights are trained",
+    "reference": "frozen reference model of algorithm.kl or dpo",
+    "masks": "masks of model.keep_zeros",
+    "critic": "critic of algorithm.advantage: gae, with its gradients and its own Adam",
+    "predictors": "predictors of routes, with their own Adam",
+    "reward_models": "frozen reward models of rewards.models",
+    "batch": "tokens and labels of a step, if all responses have the largest possible length",
+    "routes": "expert choices of all tokens of a step",
     "features": "router inputs and logits of cached tokens",
     "anchors": "VP2O's prototypes and probes",
-    "push": "buckets of the weights on their way to the engine",
-    "server": "an engine that shares the GPU, asleep: assumed",
-    "reserve": "CUDA, NCCL, workspaces, fragments: assumed",
-    "activations": "what forwards keep for their backwards",
-    "layer": "one layer's backward: what is recomputed, gradients",
-    "dispatch": "copies of tokens on their way to experts and back",
-    "logits": "of one chunk of the head's tokens",
+    "push": "buckets of weights that are sent to SGLang",
+    "server": "sleeping SGLang server on the same GPU (assumption)",
+    "reserve": "CUDA, NCCL, workspaces, fragmentation (assumption)",
+    "activations": "tensors that forward passes keep for their backward passes",
+    "layer": "backward pass of one layer: recomputed tensors, gradients",
+    "dispatch": "copies of tokens that are sent to experts and back",
+    "logits": "logits of one chunk of tokens",
     "head": "gradient sums of the head",
-    "optimizer_step": "temporaries of the step",
+    "optimizer_step": "temporaries of the optimizer's update",
     "transform": "temporaries of VP2O's transform",
 }
-"""Kind of bytes on a GPU -> its meaning."""
+"""Kind of memory on a GPU -> its meaning."""
 
 
 def plan_command(config: Config, gpus: int, memory_gb: float, *, run: Kind = "train", as_json: bool = False) -> None:
-    """Print whether training with this config fits on so many trainer GPUs of so many GB (10^9 bytes)."""
+    """Print whether training with this config fits on `gpus` trainer GPUs of `memory_gb` GB (10^9 bytes) each."""
     hf_config = read_hf_config(config.model.path)
     found = estimate(config, hf_config, gpus, run=run)
     report = as_dict(config, hf_config, found, int(memory_gb * GB), run)
@@ -64,12 +64,12 @@ def plan_command(config: Config, gpus: int, memory_gb: float, *, run: Kind = "tr
 def as_dict(
     config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int, run: Kind = "train"
 ) -> dict[str, Any]:
-    """The fields that `--json` prints; all sizes in bytes.
+    """Return the fields that `--json` prints; all sizes are in bytes.
 
-    micro_batches: of an update on a data-parallel rank; pipeline_bubble: share of its passes in which a stage waits.
-    per_gpu: use of the pipeline stage that needs most. Its total is what is resident plus the largest of `phases`, which follow
-    one another and share their memory. fits: whether training fits. server: one GPU of an engine of rollout.server with that
-    memory.
+    micro_batches: of an update on a data-parallel rank. pipeline_bubble: share of its passes in which a stage waits.
+    per_gpu: memory of the pipeline stage that needs most; its total is the resident memory plus the largest of
+    `phases`, which follow one another and share memory. fits: whether training fits. server: one GPU of a server of
+    rollout.server with that much memory.
     """
     usage, shape = found.usage, Shape.from_config(hf_config)
     helps = remedies(config, hf_config, found, usage.largest, run=run)
@@ -102,27 +102,27 @@ def as_dict(
 
 
 def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: int, run: Kind = "train") -> None:
-    """Refuse a run whose weights, gradients, optimizer and other certain bytes exceed a GPU's `memory` bytes.
+    """Refuse a run whose weights, gradients, optimizer and other exactly known bytes exceed a GPU's `memory` bytes.
 
-    A run that may not fit if all responses are as long as they may be, under the assumptions of `memory.py`, gets a warning.
-    Errors: UserError.
+    A run gets a warning if it may not fit when all responses have the largest possible length, under the assumptions
+    of `memory_plan.py`. Errors: UserError.
     """
     found = estimate(config, hf_config, gpus, run=run)
-    usage, here = found.usage, f"they have {memory / GB:.1f}"
+    usage, here = found.usage, f"each GPU has {memory / GB:.1f} GB"
     figures = ", ".join(f"{kind} {usage.resident[kind] / GB:.1f}" for kind in EXACT if usage.resident[kind])
     helps = [
         f"{r.key}: {r.value}" for r in remedies(config, hf_config, found, usage.largest, run=run) if r.key != "gpus"
     ]
-    remedy = f"; {helps[0]} needs less, as do more GPUs" if helps else "; use more GPUs"
+    remedy = f"; {helps[0]} needs less memory, and more GPUs do too" if helps else "; use more GPUs"
     if usage.least > memory:
         raise UserError(
-            f"config: each of the {gpus} GPUs would need {usage.least / GB:.1f} GB ({figures}) before the first token, and"
-            f" {here}{remedy} (megatron-rl plan shows all of it)"
+            f"config: each of the {gpus} GPUs would need {usage.least / GB:.1f} GB ({figures}) before the first token,"
+            f" but {here}{remedy} (`megatron-rl plan` shows the details)"
         )
     if usage.total > memory and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            f"each of the {gpus} GPUs may need up to {usage.total / GB:.1f} GB ({figures}), and {here}{remedy}"
-            " (megatron-rl plan shows all of it)"
+            f"each of the {gpus} GPUs may need up to {usage.total / GB:.1f} GB ({figures}), but {here}{remedy}"
+            " (`megatron-rl plan` shows the details)"
         )
 
 
@@ -138,7 +138,7 @@ def _print_tables(report: dict[str, Any]) -> None:
     counts = {name: f"{size / 1e9:.2f} B" for name, size in report["parameters"].items()}
     console.print(
         f"{escape(report['model'])}: {counts['total']} parameters, {counts['experts']} of them in experts,"
-        f" {counts['active']} active"
+        f" {counts['active']} active per token"
     )
     total, memory = report["per_gpu"]["total"], report["memory"]
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -147,51 +147,58 @@ def _print_tables(report: dict[str, Any]) -> None:
             table.add_row(kind, f"{gigabytes(size):>7} GB", f"[dim]{MEANING[kind]}[/]")
     largest = max(report["phases"], key=report["phases"].get)
     color = "green" if report["fits"] else "bold red"
-    table.add_row(f"[{color}]total[/]", f"[{color}]{gigabytes(total):>7} GB[/]", f"at most, in the phase '{largest}'")
+    table.add_row(
+        f"[{color}]total[/]", f"[{color}]{gigabytes(total):>7} GB[/]", f"largest use, in the phase '{largest}'"
+    )
     console.print(table)
     verdict = "fits" if report["fits"] else "does not fit"
     console.print(f"[{color}]{verdict}[/]: {report['gpus']} trainer GPUs of {gigabytes(memory)} GB each")
     first = report["breaks_first"]
-    console.print(f"largest: {first['kind']}, {gigabytes(first['bytes'])} GB")
+    console.print(f"largest part: {first['kind']}, {gigabytes(first['bytes'])} GB")
     for remedy in report["remedies"]:
         key = "--gpus" if remedy["key"] == "gpus" else f"--{remedy['key']}"
         console.print(f"  {key} {remedy['value']} needs {gigabytes(remedy['saves'])} GB less")
     if report["host_optimizer"]:
-        console.print(f"optimizer in host memory: {gigabytes(report['host_optimizer'])} GB a process")
+        console.print(f"optimizer in host memory: {gigabytes(report['host_optimizer'])} GB per process")
     save, push = report["save"], report["push"]
     console.print(
-        f"a save: {gigabytes(save['host_bytes'])} GB of host memory a process, {gigabytes(save['host_bytes_per_node'])} GB a"
-        f" node, {gigabytes(save['disk_bytes'])} GB on disk; a push: {gigabytes(push['bytes'])} GB in {push['buckets']} buckets"
+        f"checkpoint: {gigabytes(save['host_bytes'])} GB of host memory per process,"
+        f" {gigabytes(save['host_bytes_per_node'])} GB per node, {gigabytes(save['disk_bytes'])} GB on disk; weight"
+        f" push: {gigabytes(push['bytes'])} GB in {push['buckets']} buckets"
     )
     if bubble := report["pipeline_bubble"]:
         console.print(
-            f"pipeline: its stages wait for {bubble:.1%} of an update's passes, of {report['micro_batches']} micro-batches on a"
-            " data-parallel rank; of shorter responses there are fewer, and they wait longer"
+            f"pipeline: stages are idle for {bubble:.1%} of the passes of an update, with {report['micro_batches']}"
+            " micro-batches per data-parallel rank; shorter responses give fewer micro-batches and more idle time"
         )
     server = report["server"]
-    cache = f"{gigabytes(server['cache'])} GB for its cache" if server["cache"] else "nothing for its cache"
+    cache = (
+        f"{gigabytes(server['cache'])} GB for the key-value cache"
+        if server["cache"]
+        else "nothing for the key-value cache"
+    )
     cache += "" if server["fits"] else " [bold red]and does not fit[/]"
     console.print(
-        f"a GPU of an engine: {gigabytes(server['weights'])} GB of weights, so that rollout.server.memory_fraction ="
+        f"GPU of an SGLang server: {gigabytes(server['weights'])} GB of weights; rollout.server.memory_fraction ="
         f" {gigabytes(server['share'])} GB leaves {cache}"
     )
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of one key, and what it makes of the total."""
+    """A change of one key, and its effect on the total."""
 
     key: str
-    """A key of the config, or 'gpus'."""
+    """Config key, or 'gpus'."""
     value: Any
     saves: int
     """Bytes by which the total falls."""
     saves_of_kind: int
-    """Bytes by which the kind that is asked about falls."""
+    """Bytes by which the requested kind of memory falls."""
 
 
 def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -> list[tuple[str, Any]]:
-    """Savers of the optimizer's and gradients' memory that the rest of the config allows (key_rules.MEMORY)."""
+    """Return changes that save optimizer or gradient memory and that the rest of the config allows (key_rules.MEMORY)."""
     if TRAIN[train].dtype.itemsize == 4:
         return []
     offload = sharded and vp2o.trust_region is None
@@ -202,7 +209,7 @@ def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -
 def remedies(
     config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str, *, run: Kind = "train"
 ) -> list[Remedy]:
-    """Changes of one key that lower the total, the best for this kind first. Sizes that do not divide are left out."""
+    """Return changes of one key that lower the total, the best for `kind` first, without sizes that do not divide."""
     parallel, found = config.parallel, []
     tries = [
         ("model.recompute", "full"),

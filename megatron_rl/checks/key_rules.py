@@ -1,4 +1,7 @@
-"""Rules of all commands but those of reinforcement learning alone: sizes, data, evaluation, memory, adapters. No torch."""
+"""Rules of config keys for all commands: sizes, data, evaluation, memory, adapters. Does not import torch.
+
+The rules for reinforcement learning alone are in `rl_rules`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from megatron_rl.config.plan import OFFLINE
 from megatron_rl.servers.flags import asks_routes, speculates
 
 PRECISION_AWARE_TE = Version("2.1")
-"""The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
+"""First release of Transformer Engine whose Adam keeps only those bits of the fp32 weights that the bf16 weights lack."""
 
 
 def _teaching(when: Callable[..., object], message: str | Callable[..., str]) -> Rule:
@@ -53,18 +56,18 @@ SIZES = (
     Rule(
         lambda rollout, batch, parallel: rollout.context_length - 1 > batch.tokens_per_micro_batch * parallel.context,
         "a sequence of rollout.context_length = {rollout.context_length} tokens does not fit into"
-        " batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch}; raise the latter",
+        " batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch}; increase batch.tokens_per_micro_batch",
     ),
     Rule(
         lambda model, parallel: model.moe_dispatcher == "allgather" and parallel.expert > 1,
-        "model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
-        " micro-batches do not have; use alltoall",
+        "model.moe_dispatcher = allgather needs the same number of tokens on all expert-parallel ranks, which packed"
+        " micro-batches do not give; use alltoall",
     ),
     Rule(
         lambda rollout: rollout.server.tensor % rollout.server.expert,
         lambda rollout: (
             f"rollout.server.expert = {rollout.server.expert} does not divide rollout.server.tensor ="
-            f" {rollout.server.tensor}; take {math.gcd(rollout.server.tensor, rollout.server.expert)}"
+            f" {rollout.server.tensor}; use {math.gcd(rollout.server.tensor, rollout.server.expert)}"
         ),
     ),
     Rule(
@@ -81,22 +84,22 @@ SIZES = (
 FLAGS = (
     Rule(
         lambda rollout, pruning: speculates(rollout.server.extra_args) and pruning.enabled,
-        "rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in the"
-        " engine; leave it out, or set pruning.enabled: false",
+        "rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes the"
+        " vocabulary in SGLang; leave it out, or set pruning.enabled: false",
         also=lambda rollout: not rollout.external,
     ),
     Rule(
         lambda rollout, routing: speculates(rollout.server.extra_args) and asks_routes(rollout, routing),
-        "rollout.server.extra_args asks for speculative decoding, for whose drafts SGLang's record of routes has no"
-        " room; leave it out, or set routing.source: r2 and rollout.routes: false",
+        "rollout.server.extra_args asks for speculative decoding, whose draft tokens SGLang cannot record routes for;"
+        " leave it out, or set routing.source: r2 and rollout.routes: false",
         also=lambda rollout: not rollout.external,
     ),
 )
-"""Rules of flags for SGLang."""
+"""Rules for flags of SGLang."""
 NO_PUSH = (
     Rule(
         lambda precision: precision.rollout == "fp8",
-        "precision.rollout = fp8 quantizes weights when they are pushed, and eval and rollout push none; set"
+        "precision.rollout = fp8 quantizes weights when they are pushed, but eval and rollout push no weights; set"
         " precision.rollout to bf16",
     ),
 )
@@ -105,25 +108,26 @@ START = (
         lambda kind, checkpoint, policy_reference, algorithm: (
             kind == "train" and checkpoint.load and policy_reference is not None and algorithm.kl.reference is None
         ),
-        "checkpoint.load without algorithm.kl.reference: the policy would begin as {checkpoint.load}, and its"
-        " reference as {model.path}; convert the checkpoint and give its folder as model.path, or name the reference",
+        "checkpoint.load without algorithm.kl.reference: the policy would start from {checkpoint.load}, but the"
+        " reference from {model.path}; convert the checkpoint and give its folder as model.path, or set"
+        " algorithm.kl.reference",
     ),
     Rule(
         lambda kind, checkpoint, dpo: kind == "dpo" and checkpoint.load and dpo.reference is None,
-        "checkpoint.load without dpo.reference: the policy would begin as {checkpoint.load}, and its reference as"
-        " {model.path}; convert the checkpoint and give its folder as model.path, or name the reference",
+        "checkpoint.load without dpo.reference: the policy would start from {checkpoint.load}, but the reference from"
+        " {model.path}; convert the checkpoint and give its folder as model.path, or set dpo.reference",
     ),
     Rule(
         lambda model, checkpoint: model.keep_zeros and checkpoint.load,
-        "model.keep_zeros with checkpoint.load: the zeros are those of model.path; write the checkpoint as a folder"
-        " (megatron-rl convert {checkpoint.load} FOLDER), and give that as model.path",
+        "model.keep_zeros with checkpoint.load: zeros are read from model.path only; write the checkpoint as a folder"
+        " (megatron-rl convert {checkpoint.load} FOLDER), and give this folder as model.path",
     ),
 )
 PREFERENCES = (
     Rule(
         lambda dpo, batch: dpo.loss == "kto" and batch.prompts_per_step < 2,
-        "batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to another"
-        " one; use 2 or more",
+        "batch.prompts_per_step = 1 with dpo.loss = kto: its baseline pairs each prompt with the response to another"
+        " prompt; use 2 or more",
     ),
 )
 REWARDS = (
@@ -131,34 +135,34 @@ REWARDS = (
         lambda kind, data, rewards, teaches: (
             kind == "train" and data.verifier == "none" and not (rewards.models or rewards.judges or teaches)
         ),
-        "data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward; name a"
+        "data.verifier: none scores no response, and rewards.models is empty, so nothing gives a reward; name a"
         " reward model, a judge (rewards.judges), a teacher (distillation.teacher), or another verifier",
     ),
     Rule(
         lambda rewards: _without_model(rewards.models),
         lambda rewards: (
-            f"rewards.models.{_without_model(rewards.models)} has neither a path nor an address; give it the folder of"
-            " a reward model"
+            f"rewards.models.{_without_model(rewards.models)} has neither a path nor an address; set path to the"
+            " folder of a reward model"
         ),
     ),
     Rule(
         lambda rewards, rollout: rewards.overlong_buffer > rollout.max_new_tokens,
         "rewards.overlong_buffer = {rewards.overlong_buffer} is more than rollout.max_new_tokens ="
-        " {rollout.max_new_tokens}, so that every response would be punished; make it smaller",
+        " {rollout.max_new_tokens}, so every response would get a penalty; make it smaller",
     ),
 )
 TEACHER = (
     _teaching(
         lambda kind: kind not in ("sft", "train"),
-        "a teacher is of megatron-rl sft and train, and {kind} has none; leave distillation out",
+        "only megatron-rl sft and train use a teacher, not {kind}; leave distillation out",
     ),
     _teaching(
         lambda distillation: len(_sources(distillation)) > 1,
-        lambda distillation: f"{' and '.join(_sources(distillation)[:2])} are both given; leave one of them out",
+        lambda distillation: f"{' and '.join(_sources(distillation)[:2])} are both set; leave one of them out",
     ),
     _teaching(
         lambda distillation: not distillation.coefficient and not distillation.feature_layers,
-        "distillation.coefficient = 0: the teacher would teach nothing; leave distillation out",
+        "distillation.coefficient = 0: the teacher would have no effect; leave distillation out",
     ),
     _teaching(
         lambda distillation, kind: distillation.placement == "advantage" and kind == "sft",
@@ -166,44 +170,44 @@ TEACHER = (
     ),
     _teaching(
         lambda distillation, kind: distillation.recorded and kind == "train",
-        "distillation.recorded: a record is of demonstrations, and train learns from what the model samples; set"
-        " distillation.teacher",
+        "distillation.recorded: recorded log-probs belong to demonstrations, but train learns from the model's own"
+        " samples; set distillation.teacher",
     ),
     _teaching(
         lambda distillation: distillation.recorded and distillation.temperature != 1.0,
-        "distillation.temperature = {distillation.temperature}: recorded log-probs are those of temperature 1, and of"
-        " a part of the tokens; leave it out, or set distillation.teacher",
+        "distillation.temperature = {distillation.temperature}: recorded log-probs have temperature 1 and cover only"
+        " a part of the vocabulary; leave it out, or set distillation.teacher",
     ),
     _teaching(
         lambda distillation: distillation.recorded and distillation.direction == "jensen_shannon",
-        "distillation.direction = jensen_shannon: recorded log-probs are those of temperature 1, and of a part of the"
-        " tokens; set it to forward or reverse",
+        "distillation.direction = jensen_shannon: recorded log-probs have temperature 1 and cover only a part of the"
+        " vocabulary; set it to forward or reverse",
     ),
     _teaching(
         lambda distillation: distillation.address is not None and distillation.placement == "loss",
         lambda kind: (
-            "distillation.address: a server tells the log-probs of sampled tokens alone, and the loss asks for whole"
+            "distillation.address: a server returns only the log-probs of sampled tokens, but the loss needs whole"
             f" distributions; set {'placement: advantage' if kind == 'train' else 'distillation.teacher'}"
         ),
     ),
     _teaching(
         lambda distillation: distillation.feature_layers and distillation.teacher is None,
         lambda distillation: (
-            f"distillation.feature_layers = {[list(pair) for pair in distillation.feature_layers]}: only a model"
-            " beside this one has layers to look at; set distillation.teacher"
+            f"distillation.feature_layers = {[list(pair) for pair in distillation.feature_layers]}: this needs a"
+            " teacher that the trainer runs; set distillation.teacher"
         ),
     ),
     _teaching(
         lambda distillation, data: distillation.recorded and data.tokens_key is None,
-        "distillation.recorded learns what a teacher said of recorded tokens, and data.tokens_key: null leaves them"
-        " out; set tokens_key: response_tokens",
+        "distillation.recorded needs the recorded tokens, but data.tokens_key: null leaves them out; set tokens_key:"
+        " response_tokens",
     ),
     _teaching(
         lambda kind, algorithm, distillation: (
             kind == "train" and algorithm.entropy_reward and not distillation.task_coefficient
         ),
-        "algorithm.entropy_reward with distillation.task_coefficient = 0: it is a part of the rewards, of which"
-        " nothing counts; set task_coefficient, or leave it out",
+        "algorithm.entropy_reward with distillation.task_coefficient = 0: it is a part of the rewards, which then"
+        " have no effect; set task_coefficient, or leave it out",
     ),
     _teaching(
         lambda kind, algorithm, distillation: (
@@ -212,16 +216,16 @@ TEACHER = (
             and algorithm.kl.placement == "reward"
             and not distillation.task_coefficient
         ),
-        "algorithm.kl.placement = reward with distillation.task_coefficient = 0: it is a part of the rewards, of which"
-        " nothing counts; set task_coefficient, or leave it out",
+        "algorithm.kl.placement = reward with distillation.task_coefficient = 0: the KL is a part of the rewards,"
+        " which then have no effect; set task_coefficient, or leave it out",
     ),
     _teaching(
         lambda kind, distillation, support: (
             kind == "train" and distillation.placement == "advantage" and support != SamplingSupport()
         ),
         "distillation.placement = advantage compares the teacher's log-probs, at temperature 1 over the whole"
-        " vocabulary, with those of what is sampled from; set rollout.sampling.temperature: 1 and neither top_p, top_k"
-        " nor pruning, or placement: loss",
+        " vocabulary, with the log-probs of the sampling distribution; set rollout.sampling.temperature: 1 without"
+        " top_p, top_k and pruning, or set placement: loss",
     ),
 )
 PRUNE = (
@@ -234,55 +238,56 @@ PRUNE = (
     ),
     Rule(
         lambda lora: lora.rank,
-        "lora.rank = {lora.rank}: prune cuts the model at model.path, without adapters; leave lora out",
+        "lora.rank = {lora.rank}: prune works on the model at model.path, without adapters; leave lora out",
     ),
     Rule(
         lambda precision: precision.train not in ("bf16", "fp32"),
-        "precision.train = {precision.train}: importance is measured in bf16 or fp32; take one of them",
+        "precision.train = {precision.train}: importance is measured in bf16 or fp32; use one of them",
     ),
     Rule(
         lambda prune: ":" in prune.sparsity and int(prune.sparsity.split(":")[0]) >= int(prune.sparsity.split(":")[1]),
-        lambda prune: "prune.sparsity = {0} leaves all {1} of {1} weights; take fewer, such as 2:4".format(
+        lambda prune: "prune.sparsity = {0} keeps all {1} of {1} weights; keep fewer, as in 2:4".format(
             prune.sparsity, prune.sparsity.split(":")[1]
         ),
     ),
     Rule(
         lambda prune, model: prune.experts and model.moe_router_fusion,
-        "prune.experts with model.moe_router_fusion: the fused router does not tell its choice; set it to false",
+        "prune.experts with model.moe_router_fusion: the fused router does not report its choice; set"
+        " moe_router_fusion: false",
     ),
     Rule(
         lambda prune, model: prune.experts and model.moe_dispatcher != "alltoall",
-        "prune.experts needs what each expert of a token puts out, which model.moe_dispatcher = {model.moe_dispatcher}"
-        " adds up on the way; use alltoall",
+        "prune.experts needs the output of each expert separately, but model.moe_dispatcher = {model.moe_dispatcher}"
+        " sums the outputs; use alltoall",
     ),
 )
 EVALUATION = (
     Rule(
         lambda kind, rollout, eval: kind == "train" and rollout.load and (eval.prompts or eval.sets),
         lambda eval: (
-            "rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
+            "rollout.load starts no SGLang server, which an evaluation needs; set eval.prompts: 0"
             + (", and eval.sets: {}" if eval.sets else "")
         ),
     ),
     Rule(
         lambda kind, eval: kind in ("reward", "dpo") and eval.sets,
-        "eval.sets is of train, sft and eval, and {kind} compares the held-out rows of data.eval_path alone; set"
+        "only train, sft and eval use eval.sets; {kind} evaluates only the held-out rows of data.eval_path; set"
         " eval.sets: {{}}",
     ),
     Rule(
         lambda eval: eval.pass_at and max(eval.pass_at) > eval.most_samples,
         lambda eval: (
-            f"eval.pass_at: pass@{max(eval.pass_at)} needs as many responses to a prompt, and eval.samples is"
-            f" {eval.most_samples}; raise eval.samples, or leave {max(eval.pass_at)} out"
+            f"eval.pass_at: pass@{max(eval.pass_at)} needs at least that many responses to a prompt, but eval.samples"
+            f" is {eval.most_samples}; raise eval.samples, or leave {max(eval.pass_at)} out"
         ),
     ),
     Rule(
         lambda kind, eval: kind in ("train", "reward", "dpo") and eval.likelihood,
-        "eval.likelihood is of megatron-rl eval, and what megatron-rl sft does anyway; set it to false",
+        "eval.likelihood works only in megatron-rl eval (megatron-rl sft always measures it); set it to false",
     ),
     Rule(
         lambda eval, pruning: eval.unpruned and not pruning.enabled,
-        "eval.unpruned without pruning.enabled: eval/score is the unpruned policy's already; set unpruned: false",
+        "eval.unpruned without pruning.enabled: eval/score already measures the unpruned policy; set unpruned: false",
     ),
 )
 DEMONSTRATIONS = (
@@ -293,15 +298,15 @@ DEMONSTRATIONS = (
     ),
     _recorded(
         lambda rollout: rollout.load,
-        "rollout.demonstrations.top_log_probs = {rollout.demonstrations.top_log_probs}: rollout.load asks no engine;"
-        " leave one of them out",
+        "rollout.demonstrations.top_log_probs = {rollout.demonstrations.top_log_probs}: rollout.load uses no SGLang"
+        " server, which top_log_probs needs; leave one of them out",
     ),
     _recorded(
         lambda support: support != SamplingSupport(),
         lambda rollout, support: (
-            f"rollout.demonstrations.top_log_probs = {rollout.demonstrations.top_log_probs} records the plain policy,"
-            f" and sampling changes it ({', '.join(changed(support))}); set rollout.sampling.temperature: 1.0, top_p:"
-            " 1.0, top_k: -1, and leave tail_floor and pruning out"
+            f"rollout.demonstrations.top_log_probs = {rollout.demonstrations.top_log_probs} records the unchanged"
+            f" policy, but sampling changes it ({', '.join(changed(support))}); set rollout.sampling.temperature: 1.0,"
+            " top_p: 1.0, top_k: -1, and leave tail_floor and pruning out"
         ),
     ),
     _recorded(
@@ -310,38 +315,42 @@ DEMONSTRATIONS = (
         " tokens; lower it",
     ),
 )
-"""Rules of `megatron-rl rollout` where it writes demonstrations."""
+"""Rules of `megatron-rl rollout` for writing demonstrations."""
 ADAPTERS = (
     _adapted(
         lambda model: model.freeze,
         "model.freeze = {model.freeze}",
-        "adapters leave all weights as they are; leave it out",
+        "with adapters, no weights of the model are trained; leave it out",
     ),
-    _adapted(lambda model: model.keep_zeros, "model.keep_zeros", "what is merged adds B A to zeros too; leave it out"),
+    _adapted(
+        lambda model: model.keep_zeros, "model.keep_zeros", "merging an adapter adds B A to the zeros too; leave it out"
+    ),
     _adapted(
         lambda vp2o, kind: vp2o.enabled and kind == "train",
         "vp2o.enabled",
-        "it transforms gradients of the experts' weights, which have none; set it to false",
+        "it transforms gradients of the experts' weights, but with adapters these have no gradients; set it to false",
     ),
 )
 NO_ADAPTERS = (
     Rule(
         lambda lora: lora.path,
-        "lora.path = {lora.path}: only what trains reads adapters, and this looks at model.path; write the whole model"
-        " (megatron-rl convert {lora.path} OUT), set model.path: OUT, and leave lora out",
+        "lora.path = {lora.path}: only commands that train read adapters, and this command reads model.path; write"
+        " the whole model (megatron-rl convert {lora.path} OUT), set model.path: OUT, and leave lora out",
     ),
 )
 STEIN = (
-    _stein(lambda kind: kind in OFFLINE, "vp2o is of reinforcement learning; set vp2o.enabled: false for {kind}"),
+    _stein(
+        lambda kind: kind in OFFLINE, "vp2o works only in reinforcement learning; set vp2o.enabled: false for {kind}"
+    ),
     _stein(
         lambda model: model.moe_router_fusion,
-        "vp2o with model.moe_router_fusion: the fused router does not tell which experts are active together; turn the"
-        " fusion off",
+        "vp2o with model.moe_router_fusion: the fused router does not report which experts are active; set"
+        " moe_router_fusion: false",
     ),
     _stein(
         lambda vp2o, model: vp2o.orthogonality and model.moe_dispatcher != "alltoall",
-        "vp2o.orthogonality needs what each expert of a token puts out, which model.moe_dispatcher ="
-        " {model.moe_dispatcher} adds up on the way; use alltoall, or set vp2o.orthogonality: 0",
+        "vp2o.orthogonality needs the output of each expert separately, but model.moe_dispatcher ="
+        " {model.moe_dispatcher} sums the outputs; use alltoall, or set vp2o.orthogonality: 0",
     ),
     _stein(
         lambda vp2o: (
@@ -349,13 +358,13 @@ STEIN = (
             and vp2o.attraction == "mean"
             and not (vp2o.repulsion and vp2o.repulsion_scale == "absolute")
         ),
-        "vp2o.temperature with vp2o.attraction: mean and without an absolute repulsion does nothing; set"
+        "vp2o.temperature has no effect with vp2o.attraction: mean and without an absolute repulsion; set"
         " vp2o.repulsion instead, or attraction: kernel",
     ),
     _stein(
         lambda vp2o: None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above,
-        "vp2o.repel_below = {vp2o.repel_below:g} is not below attract_above = {vp2o.attract_above:g}: pairs between"
-        " them would attract and repel at once",
+        "vp2o.repel_below = {vp2o.repel_below:g} is not below attract_above = {vp2o.attract_above:g}: pairs of"
+        " experts between them would attract and repel at the same time; lower repel_below",
     ),
 )
 MEMORY = (
@@ -366,22 +375,23 @@ MEMORY = (
     ),
     Rule(
         lambda optimizer, precision: optimizer.cpu_offload and precision.train == "fp32",
-        "optimizer.cpu_offload = {optimizer.cpu_offload:g} with precision.train = fp32: there are no 16-bit weights"
-        " whose fp32 copies could be on the host; set precision.train: bf16, or cpu_offload: 0",
+        "optimizer.cpu_offload = {optimizer.cpu_offload:g} with precision.train = fp32: only 16-bit weights have fp32"
+        " copies to keep on the host; set precision.train: bf16, or cpu_offload: 0",
     ),
     Rule(
         lambda optimizer, machine: 0 < optimizer.cpu_offload < 1 and machine and machine.gpu and not machine.fused_adam,
-        "optimizer.cpu_offload = {optimizer.cpu_offload:g}: the share that stays on the GPU needs Transformer Engine"
-        " or Apex, whose Adam a resumed run can tell from that of the host; install one, or set cpu_offload: 1.0",
+        "optimizer.cpu_offload = {optimizer.cpu_offload:g}: the share that stays on the GPU needs the Adam of"
+        " Transformer Engine or Apex, which a resumed run can distinguish from the host's Adam; install one of them,"
+        " or set cpu_offload: 1.0",
     ),
     Rule(
         lambda optimizer: optimizer.cpu_offload and optimizer.precision_aware,
-        "optimizer.cpu_offload = {optimizer.cpu_offload:g} with optimizer.precision_aware: the host keeps whole fp32"
-        " weights; set one of the two",
+        "optimizer.cpu_offload = {optimizer.cpu_offload:g} with optimizer.precision_aware: the host always keeps"
+        " whole fp32 weights; set only one of the two",
     ),
     Rule(
         lambda optimizer, precision: optimizer.precision_aware and precision.train == "fp32",
-        "optimizer.precision_aware with precision.train = fp32: there are no 16-bit weights to complete; set"
+        "optimizer.precision_aware with precision.train = fp32: only 16-bit weights lack bits of fp32 weights; set"
         " precision.train: bf16",
     ),
     Rule(
@@ -392,33 +402,36 @@ MEMORY = (
         ),
         lambda machine: (
             "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
-            f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
+            f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or use"
             " optimizer.cpu_offload"
         ),
     ),
     Rule(
         lambda vp2o, optimizer: vp2o.trust_region is not None and optimizer.cpu_offload,
-        "vp2o.trust_region looks at a step before it is done, by the fp32 weights that optimizer.cpu_offload keeps"
-        " elsewhere; set one of the two",
+        "vp2o.trust_region previews each update with the fp32 weights on the GPU, which optimizer.cpu_offload keeps"
+        " on the host; set only one of the two",
     ),
     Rule(
         lambda vp2o, optimizer: vp2o.trust_region is not None and optimizer.precision_aware,
-        "vp2o.trust_region looks at a step before it is done, by the fp32 weights that optimizer.precision_aware keeps"
-        " elsewhere; set one of the two",
+        "vp2o.trust_region previews each update with fp32 weights, which optimizer.precision_aware stores in another"
+        " form; set only one of the two",
     ),
     Rule(
         lambda precision: precision.gradients == "bf16" and precision.train == "fp32",
-        "precision.gradients = bf16 with precision.train = fp32: gradients have the type of the weights, or fp32; set"
-        " precision.train: bf16, or gradients: fp32",
+        "precision.gradients = bf16 with precision.train = fp32: gradients must have the type of the weights, or"
+        " fp32; set precision.train: bf16, or gradients: fp32",
     ),
     Rule(
         lambda precision, vp2o: precision.gradients == "bf16" and vp2o.enabled,
-        "precision.gradients = bf16 with vp2o.enabled, whose repulsion is lost in bf16 sums; set gradients: fp32",
+        "precision.gradients = bf16 with vp2o.enabled: the repulsion of VP2O is lost in bf16 sums; set gradients: fp32",
     ),
     Rule(
         lambda parallel, vp2o: parallel.overlap_param_gather and vp2o.enabled,
-        "parallel.overlap_param_gather with vp2o.enabled, which reads the experts' weights between passes; set"
+        "parallel.overlap_param_gather with vp2o.enabled: VP2O reads the experts' weights between passes; set"
         " overlap_param_gather: false",
     ),
 )
-"""Savers of the optimizer's or gradients' memory that cannot run with the rest, or on this machine (None: not known yet)."""
+"""Rules for settings that save optimizer or gradient memory but cannot work with other keys, or on this machine.
+
+The machine is None if it is not known yet.
+"""

@@ -1,4 +1,4 @@
-"""Checks of adapters: layers that are not there, and what Megatron-Bridge, PEFT and SGLang have no form for."""
+"""Checks of adapters: layers that do not exist, and layers that Megatron-Bridge, PEFT or SGLang does not support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adapted_layers(
     hf_config: PreTrainedConfig,
     kind: Kind,
 ) -> Iterator[Refusal]:
-    """Refuse layers that can have no adapter, and adapters to start from that do not fit."""
+    """Refuse layers that cannot have an adapter, and initial adapters that do not fit."""
     if not lora.rank:
         return
     names = parameter_names(Shape.from_config(hf_config))
@@ -40,39 +40,42 @@ def adapted_layers(
         check_form(registry, name.removesuffix(".weight"))
     yield Refusal(
         TRAIN[precision.train].block is not None,
-        f"precision.train = {precision.train} with lora.rank = {lora.rank}: the engine rounds the merged weights, and the"
-        " trainer would round the model's own; take bf16 or fp32, or set lora.rank: 0",
+        f"precision.train = {precision.train} with lora.rank = {lora.rank}: SGLang rounds the merged weights, but the"
+        " trainer would round the base weights; use bf16 or fp32, or set lora.rank: 0",
     )
     unserved = next((name for name in targets if EXPERTS in name or ".router." in name), None)
     yield Refusal(
         sync.adapters == "unmerged" and kind == "train" and unserved,
-        f"sync.adapters = unmerged: lora.targets has {unserved}: SGLang 0.5.23 dies of adapters of such layers; take"
-        " lora.targets: ['*.self_attention.linear_*'], or set sync.adapters: merged",
+        f"sync.adapters = unmerged: lora.targets has {unserved}: SGLang 0.5.23 crashes with adapters of such layers;"
+        " use lora.targets: ['*.self_attention.linear_*'], or set sync.adapters: merged",
     )
     if lora.path is not None:
         check_folder(lora.path, "config: lora.path")
         found = "dora" if read_folder(Path(lora.path)).settings.get("use_dora") else "lora"
         yield Refusal(
             found != lora.kind,
-            f"lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}",
+            f"lora.path = {lora.path}: it has adapters of kind {found}; set lora.kind: {found}",
         )
 
 
 def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
-    """Names of the weights that get an adapter. Errors: UserError for patterns that choose none, or some layers alone."""
+    """Return the names of the weights that get an adapter.
+
+    Errors: UserError for patterns that match no layer, or match a linear layer only in some decoder layers.
+    """
     chosen = sorted(name for name in names if is_target(name, lora.targets))
     if lora.targets != LoRAConfig().targets:  # the default is for all families
         linear = {name for name in names if is_target(name, ["*"])}
         for pattern in lora.targets:
             check_patterns([pattern], linear, key="lora.targets", all_may=True)
     if not chosen:
-        raise UserError("config: lora.targets chooses no linear layer; leave it out to take attention and experts")
+        raise UserError("config: lora.targets matches no linear layer; leave it out to adapt attention and experts")
     others = {any_number(name): name for name in sorted(names - set(chosen), reverse=True)}
     for name in chosen:
         if other := others.get(any_number(name)):
             raise UserError(
-                f"config: lora.targets has {name} and not {other}: checkpoints hold the adapters of all layers as one tensor;"
-                " take the same linear layers in all of them"
+                f"config: lora.targets has {name} but not {other}: checkpoints store the adapters of all decoder"
+                " layers as one tensor; use the same linear layers in all decoder layers"
             )
     return chosen
 
@@ -82,38 +85,38 @@ def _layout(lora: LoRAConfig, parallel: ParallelConfig, targets: list[str]) -> I
     yield Refusal(
         of_experts and expert_tensor_size(parallel) > 1,
         f"parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {of_experts}: Megatron-Bridge"
-        " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets",
+        " computes such adapters incorrectly; set parallel.expert_tensor: 1, or leave experts out of lora.targets",
     )
     whole = next((name for name in targets if name.endswith("_down_proj.weight")), None)
     yield Refusal(
         parallel.tensor > 1 and whole,
-        f"parallel.tensor = {parallel.tensor} with an adapter of {whole}: Transformer Engine has that layer"
-        " whole on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
+        f"parallel.tensor = {parallel.tensor} with an adapter of {whole}: Transformer Engine keeps this layer whole on"
+        " every rank, but Megatron-Bridge would split the adapter; leave *_down_proj out of lora.targets, or set"
         " parallel.tensor: 1",
     )
     yield Refusal(
         lora.rank % parallel.tensor,
-        f"lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
-        f" take {-(-lora.rank // parallel.tensor) * parallel.tensor}",
+        f"lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is split; use"
+        f" {-(-lora.rank // parallel.tensor) * parallel.tensor}",
     )
 
 
 def _dora(parallel: ParallelConfig, targets: list[str], names: set[str]) -> Iterator[Refusal]:
-    """Refuse what Megatron-Bridge's layer computes wrongly."""
+    """Refuse layouts and layers for which Megatron-Bridge computes DoRA incorrectly."""
     yield Refusal(
         parallel.tensor > 1,
-        f"lora.kind = dora with parallel.tensor = {parallel.tensor}: Megatron-Bridge takes the length of"
-        " a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora",
+        f"lora.kind = dora with parallel.tensor = {parallel.tensor}: Megatron-Bridge computes the norm of a row from"
+        " this rank's columns only; set parallel.tensor: 1, or lora.kind: lora",
     )
     for name in targets:
         yield Refusal(
             EXPERTS in name or ".router." in name,
-            f"lora.kind = dora has no form for {name}; take attention and dense layers alone: lora.targets:"
-            " ['*.self_attention.linear_*', '*.mlp.linear_fc*'], or lora.kind: lora",
+            f"lora.kind = dora does not support {name}; adapt only attention and dense layers (lora.targets:"
+            " ['*.self_attention.linear_*', '*.mlp.linear_fc*']), or set lora.kind: lora",
         )
     for name in targets:
         yield Refusal(
             name.removesuffix("weight") + "bias" in names,
-            f"lora.kind = dora of {name}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
-            " out of lora.targets, or take lora.kind: lora",
+            f"lora.kind = dora with {name}: the layer has a bias, which Megatron-Bridge would scale too; leave it out"
+            " of lora.targets, or set lora.kind: lora",
         )

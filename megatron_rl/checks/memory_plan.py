@@ -1,8 +1,9 @@
-"""Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push, by arithmetic.
+"""Memory of a run by arithmetic: bytes on one GPU by kind, host memory of a checkpoint, and size of a weight push.
 
-Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from what the code keeps for
-the backward: activations and logits (`activations.py`). Upper bounds: temporaries of a layer, and all that grows with the
-tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE, ASLEEP and IMBALANCE.
+Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from the tensors
+that the code keeps for the backward pass: activations and logits (`activations.py`). Upper bounds: temporaries of a
+layer, and everything that grows with the tokens of a step, because every response may be as long as
+rollout.context_length allows. Assumed: RESERVE, ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -60,37 +61,37 @@ from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
 RESERVE = 3 * GB
-"""CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
+"""CUDA context, NCCL buffers, workspaces of cuBLAS and attention, fragmentation of the allocator: an assumption."""
 ASLEEP = 2 * GB
-"""Bytes that a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
+"""Bytes that a sleeping colocated server keeps, namely its CUDA context and graphs: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
-"""Sequences of a prompt where data is learned from, in one update: comparisons are counted as pairs."""
+"""Sequences per prompt in one update, for kinds that learn from data; comparisons count as pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
-"""GPUs of a node."""
+"""Number of GPUs of a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
-"""Buffers of VP2O's transform, in sizes of a layer's output projections in fp32: these, and what it solves for."""
+"""Buffers of VP2O's transform, its solution included, each of the size of a layer's output projections in fp32."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes on one GPU of one pipeline stage."""
+    """Memory use on one GPU of one pipeline stage, in bytes."""
 
     stage: int
     resident: dict[str, int]
-    """Bytes by kind that are held from the start, or from the first step on, to the end."""
+    """Bytes by kind that are held to the end, from the start or from the first step."""
     phases: dict[str, dict[str, int]]
-    """Temporaries by phase of a step and kind. One phase follows another, so the largest of them counts."""
+    """Temporaries by phase of a step and by kind. Phases follow one another, so only the largest phase counts."""
 
     @property
     def total(self) -> int:
-        """Bytes at the largest phase."""
+        """Bytes in the largest phase."""
         return sum(self.resident.values()) + max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
     def kinds(self) -> dict[str, int]:
-        """All kinds, temporaries included; their sum is more than the total, as phases share their memory."""
+        """All kinds, temporaries included. Their sum exceeds the total, because phases share memory."""
         merged = dict(self.resident)
         for kinds in self.phases.values():
             merged |= kinds
@@ -98,18 +99,18 @@ class Usage:
 
     @property
     def peak(self) -> dict[str, int]:
-        """The kinds that make up the total: what is resident, and the largest phase."""
+        """Kinds that make up the total: the resident kinds and those of the largest phase."""
         largest = max(self.phases.values(), key=lambda kinds: sum(kinds.values()))
         return {kind: size for kind, size in {**self.resident, **largest}.items() if size}
 
     @property
     def largest(self) -> str:
-        """The kind that has most of the total."""
+        """Kind with the largest share of the total."""
         return max((size, kind) for kind, size in self.peak.items() if kind != "reserve")[1]
 
     @property
     def least(self) -> int:
-        """Bytes without which no step is possible, whatever its tokens: exact."""
+        """Bytes that every step needs, whatever its tokens: exact."""
         return sum(self.resident[kind] for kind in EXACT)
 
 
@@ -120,18 +121,18 @@ class Estimate:
     gpus: int
     counts: Counts
     usage: Usage
-    """Usage of the pipeline stage that needs most."""
+    """Use of the pipeline stage that needs most."""
     save: dict[str, int]
     push: dict[str, int]
     host: int
-    """Bytes of a process's optimizer in host memory."""
+    """Bytes of the optimizer in host memory, per process."""
     micro_batches: int
-    """Most micro-batches of an update on a data-parallel rank: all responses are as long as they may be."""
+    """Largest number of micro-batches of an update on a data-parallel rank, with all responses at their largest length."""
     bubble: float
-    """Share of an update's passes in which a pipeline stage waits with so many; with fewer it is more."""
+    """Idle share of a pipeline stage with that many micro-batches; it is larger with fewer."""
 
     def fits(self, memory: int) -> bool:
-        """True if the run fits in `memory` bytes of each GPU."""
+        """Return whether the run fits into `memory` bytes on each GPU."""
         return self.usage.total <= memory
 
 
@@ -140,7 +141,7 @@ def estimate(
 ) -> Estimate:
     """Estimate training with this config on `gpus` trainer GPUs. Errors: UserError for sizes that do not divide."""
     if gpus < 1:
-        raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one")
+        raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one GPU")
     check_parallel(hf_config, config.parallel, gpus)
     batch = config.batch
     if run in SEQUENCES:
@@ -169,7 +170,7 @@ def estimate(
 def stage_usage(
     config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU, run: Kind = "train"
 ) -> Usage:
-    """Bytes on a GPU of one pipeline stage."""
+    """Return the memory use of a GPU of one pipeline stage."""
     built_in = kernels.transformer_engine
     weights = rank_weights(shape, config.parallel, stage, transformer_engine=built_in, lora=config.lora)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
@@ -180,7 +181,7 @@ def stage_usage(
     teacher = _teacher_bytes(config.distillation, parallel, precision.train, stage, tokens, kernels)
 
     def with_head(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
-        """Weights of a model of one number a token."""
+        """Return the weights of a model with a value head, which gives one number per token."""
         same = not folder or folder == config.model.path
         head = {"value_head": True}
         own = replace(shape, tied=False, **head) if same else Shape.from_config(read_hf_config(folder or ""), **head)
@@ -234,10 +235,12 @@ def parameter_bytes(
     trained: list[Weight],
     gpus: int,
 ) -> dict[str, int]:
-    """Bytes of the weights, gradients and optimizer state that one rank holds. trained: of the weights, as of trained_weights.
+    """Return the bytes of the weights, gradients and optimizer state that one rank holds.
 
-    2 + 4 + 12 bytes a parameter in bf16 (the last shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's
-    buffers (below 256 bytes a tensor) is left out.
+    trained: see `trained_weights`.
+
+    A parameter takes 2 + 4 + 12 bytes in bf16 (the last part is shared by the data-parallel ranks), and 4 + 4 + 8 in
+    fp32. The padding of Megatron's buffers (below 256 bytes per tensor) is left out.
     """
     recipe = TRAIN[precision.train]
     width = recipe.dtype.itemsize
@@ -245,37 +248,40 @@ def parameter_bytes(
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
         "weights": held * width,
-        "fp8_weights": 2 * copies,  # of Transformer Engine's layers, one a direction of their products
+        "fp8_weights": 2 * copies,  # in Transformer Engine's layers, one per direction of the products
         "gradients": GRADIENT_WIDTH[precision.gradients] * count(trained),
         "optimizer": int(optimizer_width(opt, precision.train) * sharded(parallel, trained, gpus)),
     }
 
 
 def trained_weights(lora: LoRAConfig, freeze: list[str], weights: list[Weight]) -> list[Weight]:
-    """Weights that have gradients and optimizer state. freeze: model.freeze."""
+    """Return the weights that have gradients and optimizer state. freeze: model.freeze."""
     if lora.rank:
         return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
-    # A pattern that names single experts does not match the * of all.
+    # Names here have * for the expert's number, which a pattern for single experts does not match.
     return [w for w in weights if not is_frozen(w.name, freeze)]
 
 
 def _mask_bytes(weights: list[Weight]) -> int:
-    """Bytes of the masks of model.keep_zeros: a byte for each number of the matrices, as if all of them had some."""
+    """Return the bytes of the masks of model.keep_zeros: one byte per number of all matrices, an upper bound."""
     return sum(w.size for w in weights if w.is_matrix)
 
 
 def _reference_bytes(folder: str | None, path: str, lora: LoRAConfig, train: str, weights: list[Weight]) -> int:
-    """Bytes of the frozen reference on the model's own layout; with adapters it is the model itself. path: the model's."""
+    """Return the bytes of the frozen reference in the model's layout. With adapters the model itself is the reference.
+
+    path: folder of the model.
+    """
     own = lora.rank > 0 and Path(folder or "").resolve() == Path(path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
     return TRAIN[train].dtype.itemsize * held
 
 
 def optimizer_width(opt: OptimizerConfig, train: str) -> float:
-    """Bytes of the optimizer's state for one parameter on the GPU, without what is on the host.
+    """Return the bytes of the optimizer state on the GPU per parameter, without the share on the host.
 
-    Its moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
-    (optimizer.precision_aware). train: precision.train.
+    The state has the moments and, if the trained weights are narrower, fp32 weights or the 16 bits that the trained
+    weights lack (optimizer.precision_aware). train: precision.train.
     """
     if TRAIN[train].dtype.itemsize == 4:
         return 4 * _moments(opt)
@@ -285,26 +291,26 @@ def optimizer_width(opt: OptimizerConfig, train: str) -> float:
 
 
 def _moments(opt: OptimizerConfig) -> int:
-    """Numbers that the optimizer keeps for a parameter."""
+    """Return how many numbers the optimizer keeps per parameter."""
     return len(OPTIMIZERS[opt.name].states(opt))
 
 
 def _master_width(opt: OptimizerConfig) -> int:
-    """Bytes of a parameter and its moments in fp32."""
+    """Return the bytes of a parameter and its moments in fp32."""
     return 4 * (1 + _moments(opt))
 
 
 def host_bytes(opt: OptimizerConfig, parallel: ParallelConfig, trained: list[list[Weight]], gpus: int) -> int:
-    """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload.
+    """Return the host memory of the largest process: its share of fp32 weights, moments and gradients in optimizer.cpu_offload.
 
     trained: the trained weights of each pipeline stage.
     """
-    width = _master_width(opt) + 4  # and the gradients
+    width = _master_width(opt) + 4  # plus the gradients
     return int(width * opt.cpu_offload * max(sharded(parallel, weights, gpus) for weights in trained))
 
 
 def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
-    """Number of parameters whose optimizer state one rank holds. Fewer ranks share those of experts than the others."""
+    """Return the number of parameters whose optimizer state one rank holds. Fewer ranks share those of experts."""
     experts, dense = count(weights, "experts"), sum(w.size for w in weights if w.part != "experts")
     if not parallel.distributed_optimizer:
         return experts + dense
@@ -315,15 +321,15 @@ def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """Tokens of one context-parallel rank, before sequence parallelism shares them out."""
+    """Tokens of one context-parallel rank, before sequence parallelism splits them."""
 
     responses: int
-    """Responses of the whole step."""
+    """Number of responses of the whole step."""
     of_step: int
-    """Tokens of the whole step if all responses are as long as they may be."""
+    """Number of tokens of the whole step if all responses have the largest possible length."""
     micro_batch: int
     micro_batches: int
-    """Micro-batches of the whole step."""
+    """Number of micro-batches of the whole step."""
 
     @classmethod
     def of(cls, context_length: int, tokens_per_micro_batch: int, parallel: ParallelConfig, plan: Plan) -> _StepTokens:
@@ -349,9 +355,9 @@ def _batch_bytes(
     scores: bool,
     referenced: bool,
 ) -> dict[str, int]:
-    """Bytes that all micro-batches of a step hold on the GPU until its last update.
+    """Return the bytes that all micro-batches of a step hold on the GPU until its last update.
 
-    scores: there is a pass for old log-probs; referenced: and one of a reference.
+    scores: there is a pass for old log-probs; referenced: there is also a pass of a reference.
     """
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
     per_token += 4 * (scores + referenced)
@@ -376,7 +382,7 @@ def _batch_bytes(
         cached = min(routing.cached_tokens, rollout.max_new_tokens) * tokens.responses
         cached //= share * parallel.context
         found["features"] = 4 * shape.experts * cached  # logits
-        if source in PREDICTING:  # the predictor's bias, and router inputs where an update learns: in all but the first
+        if source in PREDICTING:  # the predictor's bias, and router inputs for all updates except the first
             inputs = TRAIN[train].dtype.itemsize * shape.hidden * cached
             found["features"] += 4 * shape.experts * cached + inputs - inputs // updates_per_step
         found["features"] *= len(moe_layers)
@@ -391,19 +397,19 @@ def _teacher_bytes(
     tokens: _StepTokens,
     kernels: Kernels,
 ) -> int:
-    """Bytes of a teacher, and of what it says of a step, on a rank of a stage."""
+    """Return the bytes of a teacher and of its outputs for a step, on a rank of a stage."""
     if distillation.teacher is None:
         return 0
     width, other = TRAIN[train].dtype.itemsize, Shape.from_config(read_hf_config(distillation.teacher))
     held = width * count(rank_weights(other, parallel, stage, transformer_engine=kernels.transformer_engine))
     if distillation.placement == "loss" and stage == parallel.pipeline - 1:
-        held += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
+        held += width * other.hidden * tokens.of_step  # its hidden states for the whole step
     layers = {layer for _, layer in distillation.feature_layers}
     return held + width * other.hidden * tokens.of_step * len(layers)
 
 
 def _predictor_bytes(routing: RoutingConfig, shape: Shape, moe_layers: list[int]) -> int:
-    """Bytes of the predictors' weights, gradients and Adam's two moments: fp32, whole on every rank."""
+    """Return the bytes of the predictors' weights, gradients and Adam's two moments: fp32, whole on every rank."""
     return 16 * shape.experts * shape.hidden * len(moe_layers) if routing.source in PREDICTING else 0
 
 
@@ -414,13 +420,16 @@ def _vp2o_bytes(vp2o: VP2OConfig, train: str, shape: Shape, moe_layers: list[int
     each = 4 * experts * hidden + 4 * 4 * experts**2  # prototypes; co-activation, attraction, repulsion, kernel
     if vp2o.trust_region is not None:
         width = TRAIN[train].dtype.itemsize
-        each += (2 * 4 + width) * experts * hidden  # of the engine: prototypes and where they start, router
+        each += (2 * 4 + width) * experts * hidden  # of SGLang's weights: prototypes, their start vectors, router
         each += vp2o.probe_tokens * (width * hidden + 4 * experts)
     return {"anchors": each * len(moe_layers)}
 
 
 def _push_buffers(sync: SyncConfig, rollout: str, shape: Shape) -> int:
-    """Bytes of rank 0's two buffers for a push: each a bucket, or the largest tensor where that is larger."""
+    """Return the bytes of rank 0's two buffers for a push.
+
+    Each has the size of a bucket, or of the largest tensor if that is larger.
+    """
     if not transport_class(sync.transport).buffers_on_gpu:
         return 0
     width = ROLLOUT_DTYPES[rollout].itemsize
@@ -440,7 +449,7 @@ def _phases(
     step_work: int,
     kernels: Kernels,
 ) -> dict[str, dict[str, int]]:
-    """Temporaries of the phases of a step, on a pipeline stage. step_work: those of the optimizer's step."""
+    """Return the temporaries of the phases of a step on a pipeline stage. step_work: temporaries of the optimizer's update."""
     recompute, train, size = model.recompute, precision.train, tokens.micro_batch
     activations = stage_activations(recompute, parallel, train, shape, stage, size, tokens.micro_batches, kernels)
     work = layer_work(recompute, parallel, train, shape, stage_layers(shape, parallel, stage), size, kernels)
@@ -452,7 +461,7 @@ def _phases(
 
 
 def _step_work(opt: OptimizerConfig, parallel: ParallelConfig, gradients: str, trained: list[Weight], gpus: int) -> int:
-    """Temporaries of the optimizer's step: bf16 gradients of its share in fp32, unless it takes them as they are."""
+    """Return the temporaries of the optimizer's update: its share of bf16 gradients in fp32, unless it reads bf16 gradients."""
     as_they_are = opt.precision_aware or opt.cpu_offload
     return 0 if gradients == "fp32" or as_they_are else 4 * sharded(parallel, trained, gpus)
 
@@ -461,7 +470,7 @@ def _step_work(opt: OptimizerConfig, parallel: ParallelConfig, gradients: str, t
 
 
 def changed(config: Config, key: str, value: Any) -> Config:
-    """The config with another value at a dotted key."""
+    """Return the config with another value for a dotted key."""
     name, _, rest = key.partition(".")
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
@@ -475,17 +484,18 @@ def save_cost(
     trained: list[list[Weight]],
     gpus: int,
 ) -> dict[str, int]:
-    """Host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments.
+    """Return the host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments.
 
-    Ranks share the writing, and each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is
-    written from there. train: precision.train; trained: the trained weights of each pipeline stage.
+    Ranks share the writing, and each rank copies from its GPU what it writes. The part of the optimizer that
+    optimizer.cpu_offload keeps on the host is written from there. train: precision.train; trained: the trained
+    weights of each pipeline stage.
     """
     width, master = TRAIN[train].dtype.itemsize, _master_width(opt)
     shared = replace(parallel, distributed_optimizer=True)
     share = max(sharded(shared, weights, gpus) for weights in trained)
     copied = int((master * (1 - opt.cpu_offload) + width) * share)
     saved = model_counts(shape).total
-    if lora.rank:  # adapters, once more in PEFT's format
+    if lora.rank:  # only adapters, which are also saved in PEFT's format
         saved = count(adapter_weights(whole_model(shape), lora))
     return {
         "host_bytes": copied,
@@ -495,7 +505,7 @@ def save_cost(
 
 
 def push_cost(bucket_mb: float, rollout: str, shape: Shape) -> dict[str, int]:
-    """Bytes of all weights in the format that the engine holds, and the buckets that they fill in the order of layers."""
+    """Return the bytes of all weights in SGLang's format, and the number of buckets that they fill in the order of layers."""
     width, fp8 = ROLLOUT_DTYPES[rollout].itemsize, rollout == "fp8"
     capacity = int(bucket_mb * 2**20)
     total, buckets, used = 0, 0, capacity
@@ -514,9 +524,10 @@ def push_cost(bucket_mb: float, rollout: str, shape: Shape) -> dict[str, int]:
 def server_use(
     rollout: RolloutConfig, sync: SyncConfig, dtype: str, shape: Shape, weights: int, memory: int
 ) -> dict[str, int | bool]:
-    """Bytes on one GPU of a server that the trainer starts: its weights, its share of the memory, and its cache.
+    """Return the bytes on one GPU of a server that the trainer starts: its weights, its share of the memory, and its cache.
 
-    dtype: precision.rollout. weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
+    dtype: precision.rollout. weights: bytes of the trainer's weights on a GPU, which are also in memory during a push
+    to a colocated server.
     """
     served = push_cost(sync.bucket_mb, dtype, shape)["bytes"] // rollout.server.tensor
     share = int(rollout.server.memory_fraction * memory)

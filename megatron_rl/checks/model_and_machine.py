@@ -1,4 +1,4 @@
-"""Checks of a config beside its models and this machine: folders, sizes, kernels, GPUs."""
+"""Checks of a config against its models and this machine: folders, sizes, kernels, GPUs."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ from megatron_rl.trainer.objective import policy_loss
 
 
 def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfig:
-    """Check the model folders and what this machine can do, behind `preflight.check_config`. Returns the model's config.json.
+    """Check the model folders and the abilities of this machine, after `preflight.check_config`.
 
-    Errors: UserError naming the key or the file.
+    Returns the model's config.json.
+
+    Errors: UserError that names the key or the file.
     """
     hf_config, machine = read_hf_config(config.model.path), this_machine()
     facts = {"kind": kind, "world_size": world_size, "hf_config": hf_config, "machine": machine}
@@ -106,11 +108,11 @@ def _outside(
     rewards: RewardsConfig,
     hooks: list[str],
 ) -> None:
-    """Look up what the user has written elsewhere: programs, hooks and keys."""
+    """Check programs, hooks and API keys that the user defines outside of the config."""
     rollout_program(rollout.program)
     if kind != "train":
         return
-    key_of(distillation.api_key, "distillation.api_key")  # both are asked after the first responses only
+    key_of(distillation.api_key, "distillation.api_key")  # else a wrong key would show only after the first responses
     for name, scorer in rewards.models.items():
         key_of(scorer.api_key, f"rewards.models.{name}.api_key")
     for name in hooks:
@@ -125,7 +127,7 @@ def _extra_args(
     hf_config: PreTrainedConfig,
     machine: Machine,
 ) -> None:
-    """Refuse flags of SGLang that ask for other kernels than the run can use. Errors: UserError."""
+    """Refuse flags of SGLang that select kernels which the run cannot use. Errors: UserError."""
     if rollout.external:
         return
     support = SamplingSupport.from_config(rollout.sampling, pruning)
@@ -140,7 +142,7 @@ def _extra_args(
 
 
 def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Iterator[Refusal]:
-    """Refuse GPUs that are not there, or cannot read each other's memory where they have to."""
+    """Refuse GPUs that do not exist, or that cannot read each other's memory although they must."""
     if rollout.load or rollout.external:
         return
     found = place_here(rollout, trains=kind == "train")
@@ -149,34 +151,36 @@ def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Iterator[Ref
     for gpu in [gpu for gpus in found for gpu in gpus if gpu]:  # the bucket lies on the first process's GPU
         yield Refusal(
             not torch.cuda.can_device_access_peer(gpu, 0),
-            f"sync.transport = {sync.transport}: GPU {gpu} has no peer access to GPU 0, where the weights"
-            f" are sent from; set sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}",
+            f"sync.transport = {sync.transport}: GPU {gpu} has no peer access to GPU 0, which sends the weights; set"
+            f" sync.transport: {instead(colocate=rollout.colocate, needs_peer_access=False)}",
         )
 
 
 def _policy(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Iterator[Refusal]:
-    """Refuse functions of the user's own that are not there, and a loss without the ratio to correct."""
+    """Refuse a user's function that does not exist, and a loss without the ratio that correction.bypass needs."""
     if algorithm.advantage not in OF_TOKENS:
         estimator(algorithm)
     loss = policy_loss(algorithm)
     yield Refusal(
         correction.bypass and not loss.has_ratio,
-        f"correction.bypass with algorithm.loss = {algorithm.loss}, which has no ratio that could start from"
-        " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo",
+        f"correction.bypass with algorithm.loss = {algorithm.loss}: this loss has no ratio to SGLang's log-probs; set"
+        " correction.mode: truncate and bypass: false, or algorithm.loss: ppo",
     )
 
 
 def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]:
-    """Refuse VP2O for a model without experts that interact."""
+    """Refuse VP2O for a model without several experts per layer."""
     if not vp2o.enabled:
         return
     name, experts = architecture(hf_config), expert_count(hf_config)
-    found = f"{name} has one expert a layer" if experts else f"{name} is dense"
-    yield Refusal(experts < 2, f"vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
+    found = f"{name} has one expert per layer" if experts else f"{name} is dense"
+    yield Refusal(
+        experts < 2, f"vp2o updates experts with their neighbors' gradients, but {found}; set vp2o.enabled: false"
+    )
     yield Refusal(
         vp2o.orthogonality and Shape.from_config(hf_config).topk < 2,
-        f"vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
-        " be kept apart from; set vp2o.orthogonality: 0",
+        f"vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends each token to a single expert, which has no"
+        " other output to be orthogonal to; set vp2o.orthogonality: 0",
     )
     by_number = vp2o.attract_above is None and vp2o.repel_below is None
     neighbors, inactive = neighborhood(experts, vp2o.neighbors, vp2o.inactive_neighbors)
@@ -184,9 +188,9 @@ def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
     yield Refusal(
         vp2o.repulsion
         and by_number
-        and neighbors + inactive >= max(experts, 3),  # two experts can but repel each other
-        f"vp2o.neighbors = {neighbors} (itself among them) and inactive_neighbors = {inactive} leave no pair of"
-        f" {name}'s {experts} experts a layer alone; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
+        and neighbors + inactive >= max(experts, 3),  # two experts can only repel each other
+        f"vp2o.neighbors = {neighbors} (itself included) and inactive_neighbors = {inactive} cover all pairs of"
+        f" {name}'s {experts} experts per layer; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
         f" {fitting[1]}, or leave both out",
     )
 
@@ -194,7 +198,7 @@ def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
 def _weights(
     model: ModelConfig, vp2o: VP2OConfig, parallel: ParallelConfig, hf_config: PreTrainedConfig, kind: Kind
 ) -> Iterator[Refusal]:
-    """Refuse what is frozen or ignored and is not there, or is needed."""
+    """Refuse frozen or ignored weights that do not exist, or that must not be frozen."""
     shape = Shape.from_config(hf_config)
     if model.freeze:
         moves = vp2o.enabled and kind == "train"
@@ -203,8 +207,8 @@ def _weights(
     for pattern in model.keep_zeros if isinstance(model.keep_zeros, list) else ():
         yield Refusal(
             not linear_weights(shape, [pattern]),
-            f"model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
-            " stands for all of them",
+            f"model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; correct it, or use"
+            " true for all of them",
         )
     yield Refusal(
         model.attention_sinks == "ignored" and not shape.sinks,
@@ -219,35 +223,35 @@ PACKAGES = (
     ),
     Rule(
         lambda model: model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None,
-        "model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it",
+        "model.moe_dispatcher = flex needs the package deep_ep; use alltoall, or install it",
     ),
 )
-"""Rules of parts of Megatron whose package is missing: the first forward pass would fail."""
+"""Rules for parts of Megatron whose package is missing, with which the first forward pass would fail."""
 
 
 def _kernels(
     model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine
 ) -> Iterator[Refusal]:
-    """Refuse a GPU on which plain torch would do our kernels' work, unless model.kernels allows it."""
+    """Refuse a GPU on which plain torch would replace this package's kernels, unless model.kernels allows this."""
     if machine.gpu is None or model.kernels == "any":
         return
-    otherwise = "; model.kernels: any computes without, slower and with more memory"
+    otherwise = "; model.kernels: any runs without them, slower and with more memory"
     yield Refusal(
         machine.gpu < extensions.CAPABILITY,
-        f"model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
+        f"model.kernels = compiled: the kernels need compute capability {dotted(extensions.CAPABILITY)} or later, and"
         f" this GPU has {dotted(machine.gpu)}{otherwise}",
     )
     if not extensions.have_cuda():
         raise UserError(
-            "megatron_rl's kernels were built without nvcc, for the CPU alone: tools/setup.sh --gpu installs it and builds"
-            f" them{otherwise}"
+            "megatron_rl's kernels were built without nvcc, only for the CPU: tools/setup.sh --gpu installs nvcc and"
+            f" builds them{otherwise}"
         )
     heads, dtype = _heads(hf_config), TRAIN[precision.train].dtype
     if dtype == torch.bfloat16 and not flash.takes("torch", dtype, heads, machine.gpu):
         raise UserError(
-            f"model folder {model.path}: no flash attention takes heads of {heads.width} (keys) and"
-            f" {heads.value_width} (values) numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any"
-            " computes them tile by tile"
+            f"model folder {model.path}: no flash attention supports heads of {heads.width} (keys) and"
+            f" {heads.value_width} (values) numbers; it needs multiples of 8 up to 256, with values no wider than"
+            " keys. Set model.kernels: any, which computes attention in tiles"
         )
 
 
@@ -259,27 +263,27 @@ def _heads(hf_config: PreTrainedConfig) -> flash.Heads:
 def activate_flash(
     model: ModelConfig, precision: PrecisionConfig, hf_config: PreTrainedConfig, machine: Machine
 ) -> None:
-    """Choose the version of flash attention. Errors: UserError for one that is not installed or cannot be taken here."""
+    """Select the version of flash attention. Errors: UserError if it is not installed or does not work here."""
     asked, dtype = model.flash_attention, TRAIN[precision.train].dtype
     try:
         flash.activate(asked, machine.gpu)
     except ValueError as error:
-        remedy = "; torch does without it" if asked == "auto" else ""
+        remedy = "; set it to torch, which does not need it" if asked == "auto" else ""
         raise UserError(f"config: model.flash_attention = {asked}: {error}{remedy}") from None
     heads = _heads(hf_config)
     if asked == "FA4" and machine.gpu and not flash.takes("FA4", dtype, heads, machine.gpu):
         raise UserError(
-            f"config: model.flash_attention = FA4: it does not take heads of {heads.width} (keys) and {heads.value_width}"
-            f" (values) numbers in {str(dtype).removeprefix('torch.')} on this GPU; auto takes what does"
+            f"config: model.flash_attention = FA4: it does not support heads of {heads.width} (keys) and"
+            f" {heads.value_width} (values) numbers in {str(dtype).removeprefix('torch.')} on this GPU; set it to auto"
         )
 
 
 def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, machine: Machine) -> Iterator[Refusal]:
     yield Refusal(
         machine.gpu and shares_expandable_memory(transport_class(sync.transport), os.environ),
-        f"sync.transport = {sync.transport} shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks"
-        " for expandable_segments, which torch shares with no other process; take it out, or set sync.transport:"
-        f" {instead(colocate=rollout.colocate, shares_memory=False)}",
+        f"sync.transport = {sync.transport} shares the trainer's memory, but PYTORCH_CUDA_ALLOC_CONF asks for"
+        " expandable_segments, which torch cannot share with another process; remove expandable_segments, or set"
+        f" sync.transport: {instead(colocate=rollout.colocate, shares_memory=False)}",
     )
 
 
@@ -298,4 +302,4 @@ RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (LEARNING, MEMORY),
     (("train",), (_shared_memory,)),
 )
-"""Commands, and the checks of their models and of this machine, in the order in which they are made."""
+"""Kinds of runs, and the checks of their models and of this machine, in the order of the checks."""

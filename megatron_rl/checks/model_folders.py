@@ -1,6 +1,6 @@
-"""Which keys of a config name models, and the folders that they are: ids of the hub become folders before anything reads them.
+"""Config keys that name models, and the folders of these models: Hub ids become folders before anything reads them.
 
-A run's config.yaml has ids with the commit that they meant, which a run that goes on takes again.
+A run's config.yaml stores ids with the commit that they resolved to; a resumed run uses the same commit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_rl.data.hub import CONFIG, MODEL, TEXTS, as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
 
 Reader = Kind | Literal["attribution", "server"]
-"""Who reads models: a run of some kind, the attribution of a mismatch, a server by itself."""
+"""Reader of models: a run of some kind, the attribution of a mismatch, or a server alone."""
 Place = tuple[str | int, ...]
-"""Place of a value in the tree: names of fields, keys of a dict, positions of a list."""
+"""Path of a value in the config: names of fields, keys of a dict, positions in a list."""
 MODEL_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model", "--tokenizer-path")
-"""Flags of SGLang behind which a model's folder stands."""
+"""Flags of SGLang whose value is a model folder."""
 
 
 def model_places(config: Config) -> dict[Place, str]:
-    """All that names a model in the config, and what it says there."""
+    """Return all places in the config that name a model, with their values."""
     scorers = {("rewards", "models", name, "path"): model.path for name, model in config.rewards.models.items()}
     extra = config.rollout.server.extra_args
     flags = {
@@ -52,7 +52,7 @@ def model_places(config: Config) -> dict[Place, str]:
 
 
 def read_places(config: Config, reader: Reader) -> dict[Place, str]:
-    """The part of `model_places` that a reader reads."""
+    """Return the part of `model_places` that a reader uses."""
     reads = {
         "model": True,
         "lora": reader in ("train", "sft", "reward", "dpo", "attribution", "server"),
@@ -67,13 +67,14 @@ def read_places(config: Config, reader: Reader) -> dict[Place, str]:
 
 
 def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) -> Config:
-    """The config with a folder in the place of each id that is read.
+    """Return the config with each id that is read replaced by a folder.
 
-    config_alone: config.json is enough, for plans. Errors: UserError naming the key of what is not there.
+    config_alone: config.json is enough, for plans. Errors: UserError that names the key of a missing model.
     """
     if not config.model.path:
         raise UserError(
-            "config: model.path is empty; give a Hugging Face model folder, or an id of the hub (owner/name)"
+            "config: model.path is empty; set it to a Hugging Face model folder, or to an id on the Hugging Face Hub"
+            " (owner/name)"
         )
     known = _ids_so_far(config.run_dir, model_places(config))
     for place, text in read_places(config, reader).items():
@@ -88,46 +89,44 @@ def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) 
             if asked == text:
                 raise
             raise UserError(
-                f"{error}; {config.run_dir} has learned from that commit so far: to go on from another one, say"
+                f"{error}; {config.run_dir} has used that commit so far: to continue with another commit, set"
                 f" {_key(place)}: {text}@main"
             ) from None
         if place[0] not in ("lora", "rollout") and not of_server and not (Path(folder) / "config.json").is_file():
-            raise UserError(f"model folder {folder}: has no config.json (config: {_key(place)})")
+            raise UserError(f"model folder {folder} has no config.json (config: {_key(place)})")
         config = _replaced(config, place, folder)
     return config
 
 
 def with_ids(config: Config) -> Config:
-    """The config with owner/name@commit in the place of folders of huggingface_hub's cache, as a run's config.yaml has it."""
+    """Return the config with folders of huggingface_hub's cache replaced by owner/name@commit, as in a run's config.yaml."""
     for place, text in model_places(config).items():
         config = _replaced(config, place, as_id(text))
     return config
 
 
 def check_alike(mine: Mapping[Place, str], first: Mapping[Place, str]) -> None:
-    """Refuse models of this process that are others than the first one's, as where a branch moved between two look-ups.
+    """Refuse models of this process that differ from those of the first process, as when a branch moved between two look-ups.
 
-    mine, first: `model_places` of configs as `with_ids` has them. Errors: UserError naming the key.
+    mine, first: `model_places` of configs from `with_ids`. Errors: UserError that names the key.
     """
     for place, text in first.items():
         if mine[place] != text:
             raise UserError(
-                f"config: {_key(place)}: this process has found {mine[place]}, and the first one {text}; name one of the two"
-                " commits in the config"
+                f"config: {_key(place)}: this process found {mine[place]}, and the first process {text}; name one of"
+                " the two commits in the config"
             )
 
 
 def overrides_of(before: Config, after: Config) -> list[str]:
-    """Command-line words that put the models of `after` into a config that has those of `before`."""
+    """Return command-line words that put the models of `after` into a config that has those of `before`."""
     said: dict[str, Any] = {}
     for place, text in model_places(after).items():
         if _value(before, place) == text:
             continue
         if place[0] == "rollout":
             said[_key(place)] = after.rollout.server.extra_args
-        elif (
-            place[0] == "rewards"
-        ):  # names of reward models may have dots, so the whole mapping takes the place of the other
+        elif place[0] == "rewards":  # names of reward models may contain dots, so the whole mapping is replaced
             said["rewards.models"] = asdict(after.rewards)["models"]
         else:
             said[_key(place)] = text
@@ -143,7 +142,7 @@ def _key(place: Sequence[str | int]) -> str:
 
 
 def _pinned(text: str, known: str | None) -> str:
-    """An id without a revision, by the commit that the run took for it so far."""
+    """Return an id without a revision as the commit that the run used for it so far."""
     if known is None or known == text or "@" in text:
         return text
     asked, before = hub_id(text), hub_id(known)
@@ -152,7 +151,7 @@ def _pinned(text: str, known: str | None) -> str:
 
 
 def _ids_so_far(run_dir: Path, places: Iterable[Place]) -> dict[Place, str]:
-    """Models of the run's config.yaml; nothing where there is none, or it is damaged."""
+    """Return the models in the run's config.yaml; empty if the file is missing or damaged."""
     try:
         before = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -171,7 +170,7 @@ def _value(tree: Any, place: Sequence[str | int]) -> Any:
 
 
 def _replaced[T](tree: T, place: Sequence[str | int], value: Any) -> T:
-    """The tree with another value at a place."""
+    """Return the tree with another value at a place."""
     part, *rest = place
     new = _replaced(_value(tree, [part]), rest, value) if rest else value
     if is_dataclass(tree):

@@ -1,4 +1,4 @@
-"""Checks of reward models, references and judges: folders that do not fit, and parts that cannot be asked."""
+"""Checks of reward models, references and judges: folders that do not fit, and reward parts that cannot work."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 
 
 def pooling(model: ModelConfig, reward_model: RewardModelConfig) -> Iterator[Refusal]:
-    """Refuse a reward model that learns on, and has learned with another pooling."""
+    """Refuse to continue training a reward model with a pooling other than its own."""
     hf_config = read_hf_config(model.path)
     known = getattr(hf_config, "reward_pooling", "last")
     yield Refusal(
         is_classifier(hf_config) and known != reward_model.pooling,
-        f"reward_model.pooling = {reward_model.pooling}, and the reward model {model.path} has learned with"
-        f" {known}; set pooling: {known}",
+        f"reward_model.pooling = {reward_model.pooling}, but the reward model {model.path} was trained with {known};"
+        f" set pooling: {known}",
     )
 
 
 def reference(kind: Kind, model: ModelConfig, dpo: DPOConfig, policy_reference: str | None) -> None:
-    """Errors: UserError for the folder of a reference that is not there, or has other tokens."""
+    """Check the folder of the reference model. Errors: UserError if it is missing, or has another tokenizer."""
     key, folder = ("dpo.reference", dpo.reference) if kind == "dpo" else ("algorithm.kl.reference", policy_reference)
     if folder is not None:
         check_folder(folder, f"config: {key}")
@@ -62,7 +62,7 @@ def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig
         hf_config = read_hf_config(scorer.path)
         yield Refusal(
             not is_classifier(hf_config),
-            f"{key}.path: {scorer.path} has no head of one number; give the folder of a reward model, such as"
+            f"{key}.path: {scorer.path} has no head with a single output; give the folder of a reward model, such as"
             " megatron-rl reward writes",
         )
         check_parallel(hf_config, parallel, world_size)
@@ -72,58 +72,60 @@ def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig
 
 
 def _separator(scorer: ScorerConfig, learned: str | None, key: str) -> Iterator[Refusal]:
-    """Steps are parted as those that the model has learned from."""
+    """Check that steps are split in the same way as in the model's training."""
     given = scorer.step_separator
     yield Refusal(
         not (learned or given),
-        f"{key}.steps: {scorer.path} does not say what ends a step (reward_step_separator in config.json, where"
-        f" megatron-rl reward has learned from data.steps_key); set {key}.step_separator",
+        f"{key}.steps: {scorer.path} does not name the text that ends a step (reward_step_separator in config.json,"
+        f" which megatron-rl reward writes if it learns from data.steps_key); set {key}.step_separator",
     )
     yield Refusal(
         learned and given and learned != given,
-        f"{key}.step_separator = {given!r}, and {scorer.path} has learned from steps that end with"
-        f" {learned!r}; leave it out",
+        f"{key}.step_separator = {given!r}, but {scorer.path} was trained with steps that end with {learned!r}; leave"
+        " it out",
     )
 
 
 def process_rewards(
     kind: Kind, rewards: RewardsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Refusal]:
-    """Refuse process rewards that cannot be given, or that the advantage knows nothing of."""
+    """Refuse process rewards that cannot be computed, or that the advantage cannot use."""
     models = {f"rewards.models.{name}": scorer for name, scorer in rewards.models.items() if scorer.steps}
     for key, scorer in models.items():
         yield Refusal(
             scorer.address is not None,
-            f"{key}.steps: the trainer's processes score steps, and a server none; leave address out, and give the folder"
-            " as path",
+            f"{key}.steps: only the trainer's processes can score steps, not a server; remove address, and set path to"
+            " the model's folder",
         )
         yield Refusal(
             scorer.step_aggregation == "product" and not scorer.sigmoid,
-            f"{key}.steps: step_aggregation: product multiplies probabilities; set sigmoid: true, or step_aggregation: min",
+            f"{key}.steps: step_aggregation: product needs probabilities; set sigmoid: true, or step_aggregation: min",
         )
         yield Refusal(
             rollout.program != "single_turn",
-            f"{key}.steps: a response of rollout.program = {rollout.program} is no text in steps; set steps: false",
+            f"{key}.steps: a response of rollout.program = {rollout.program} cannot be split into steps; set steps:"
+            " false",
         )
     placed = [key for key, scorer in models.items() if scorer.step_placement == "tokens"]
     if kind != "train" or not placed:
         return
     yield Refusal(
         algorithm.advantage not in OF_STEPS,
-        f"{placed[0]}.step_placement = tokens: algorithm.advantage = {algorithm.advantage} knows no rewards"
-        f" of steps; set one of {', '.join(OF_STEPS)}, or step_placement: response",
+        f"{placed[0]}.step_placement = tokens: algorithm.advantage = {algorithm.advantage} cannot use rewards of"
+        f" steps; set one of {', '.join(OF_STEPS)}, or step_placement: response",
     )
     yield Refusal(
         len(placed) > 1,
-        f"{' and '.join(placed[:2])} both have rewards at the ends of steps; set step_placement: response for one",
+        f"{' and '.join(placed[:2])} both place rewards at the ends of steps; set step_placement: response for one of"
+        " them",
     )
 
 
 def judges(rewards: RewardsConfig) -> Iterator[Refusal]:
-    """Refuse judges that cannot be asked, or whose verdicts would be none."""
+    """Refuse judges that cannot be reached, or that could give no valid verdict."""
     for name, judge in rewards.judges.items():
         key = f"rewards.judges.{name}"
-        yield Refusal(name in rewards.models, f"{key}: rewards.models has a part of that name; choose another")
+        yield Refusal(name in rewards.models, f"{key}: rewards.models has a part with this name; choose another name")
         yield from _judge(judge, key)
 
 
@@ -133,23 +135,27 @@ def _judge(judge: JudgeConfig, key: str) -> Iterator[Refusal]:
     try:
         groups = re.compile(judge.pattern).groups if judge.pattern is not None else 1
     except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(f"config: {key}.pattern = {judge.pattern!r}: is no regular expression ({error})") from None
+        raise UserError(
+            f"config: {key}.pattern = {judge.pattern!r}: it is not a regular expression ({error})"
+        ) from None
     yield Refusal(
         url.scheme not in ("http", "https") or not url.hostname,
-        f"{key}.address = {hide(judge.address)!r}: give that of an OpenAI-compatible server, such as http://host:30000/v1",
+        f"{key}.address = {hide(judge.address)!r}: give the address of an OpenAI-compatible server, such as"
+        " http://host:30000/v1",
     )
-    yield Refusal(not judge.model, f"{key}.model is empty; name the model that the server has")
+    yield Refusal(not judge.model, f"{key}.model is empty; set it to the name of the server's model")
     yield Refusal(
         "response" not in FIELD.findall(judge.prompt),
-        f"{key}.prompt has no {{response}}: the judge would not see what it judges; put it in",
+        f"{key}.prompt has no {{response}}, so the judge would not see the response; add {{response}}",
     )
     yield Refusal(
         not low < high,
-        f"{key}.scale = [{low:g}, {high:g}]: give the worst verdict and a larger best one, such as [0, 10]",
+        f"{key}.scale = [{low:g}, {high:g}]: the best verdict must be larger than the worst, as in [0, 10]",
     )
     yield Refusal(
         groups != 1,
-        f"{key}.pattern = {judge.pattern!r}: has {groups} groups; one has to be the number, others are (?:...)",
+        f"{key}.pattern = {judge.pattern!r}: it has {groups} groups; keep one group for the number, and write (?:...)"
+        " for others",
     )
     yield Refusal(
         judge.pattern is not None and judge.json_key is not None,
@@ -157,5 +163,5 @@ def _judge(judge: JudgeConfig, key: str) -> Iterator[Refusal]:
     )
     if key_of(judge.api_key, f"{key}.api_key") and url.scheme == "http" and not is_loopback(str(url.hostname)):
         log.warning(
-            f"{key}: its key goes to {url.hostname} unencrypted; give an https address, unless the network is yours"
+            f"{key}: its key is sent to {url.hostname} unencrypted; use an https address, unless the network is private"
         )

@@ -1,6 +1,6 @@
-"""Checks before anything starts: choices of the config that contradict each other, then folders and sizes.
+"""Checks before anything starts: first config keys that contradict each other, then folders and sizes.
 
-What a config says by itself is looked at without torch, by `check_config`; so the program tells of it at once.
+`check_config` checks the config alone, without importing torch, so that users see such errors at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ BOUNDS = {
     "mask": "; set correction.low: 0.5 and high: 2.0",
     "clip": "; set correction.low: 0.5 and high: 2.0",
 }
-"""Remedies of a correction without its bounds."""
+"""Remedies for a correction without its bounds."""
 
 
 def correction_bounds(correction: CorrectionConfig) -> None:
-    """Errors: UserError for bounds that are missing or cross."""
+    """Check the bounds of the correction. Errors: UserError if one is missing, or if they are in the wrong order."""
     try:
         Correction.of(correction)
     except ValueError as error:
@@ -57,7 +57,7 @@ def correction_bounds(correction: CorrectionConfig) -> None:
 
 
 def flags(rollout: RolloutConfig) -> None:
-    """Errors: UserError for flags of SGLang that have keys of their own."""
+    """Check the flags of SGLang. Errors: UserError for flags that have their own config keys."""
     if not rollout.external:
         check_extra_args(rollout.server.extra_args, ())
 
@@ -70,11 +70,11 @@ def schedules(
     critic: CriticConfig,
     optimizer: OptimizerConfig,
 ) -> Iterator[Refusal]:
-    """Refuse epochs of what has no rollout batch, and warm-ups that leave nothing of the updates."""
+    """Refuse epochs without a rollout batch, and learning rate warmups that last for all updates."""
     yield Refusal(
         kind != "train" and batch.epochs > 1,
-        f"batch.epochs = {batch.epochs} is of reinforcement learning, and megatron-rl {kind} goes through"
-        " its data by steps; raise steps instead, and set epochs: 1",
+        f"batch.epochs = {batch.epochs} works only in reinforcement learning; for megatron-rl {kind}, increase steps"
+        " instead, and set epochs: 1",
     )
     learners = [("optimizer", optimizer, total_updates(steps, batch, algorithm.advantage, critic, kind))]
     if kind == "train" and algorithm.advantage == "gae":
@@ -83,15 +83,15 @@ def schedules(
         decay_steps = own.decay_steps or updates
         yield Refusal(
             own.warmup_steps >= decay_steps,
-            f"{key}.warmup_steps = {own.warmup_steps} leaves nothing of the {decay_steps} updates to train;"
-            f" the largest is {decay_steps - 1}",
+            f"{key}.warmup_steps = {own.warmup_steps} is not below the {decay_steps} updates of the schedule; the"
+            f" largest value is {decay_steps - 1}",
         )
 
 
 ALL: tuple[Kind, ...] = get_args(Kind)
 ASKING: tuple[Kind, ...] = ("train", "sample")
 IDLE: dict[Kind, str] = {**dict.fromkeys(LEARNING, ""), "sample": "rewards.", "prune": "prune."}
-"""Commands that refuse keys which do nothing -> how these begin. What only looks at a model takes a run's config as it is."""
+"""Kinds of runs that refuse keys without effect -> prefix of these keys. Other kinds accept the config of any run."""
 RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (ALL, key_rules.SIZES),
     (("sample",), key_rules.NO_PUSH),
@@ -107,28 +107,28 @@ RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (READ_ONLY, key_rules.NO_ADAPTERS),
     (LEARNING, (*key_rules.ADAPTERS, schedules, *key_rules.STEIN, *key_rules.MEMORY)),
 )
-"""Commands, and the rules of their keys beside other keys, in the order in which they are looked at."""
+"""Kinds of runs, and the rules of their keys, in the order of the checks."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
-    """Check the config by itself, the model folders, and what of both this machine can do.
+    """Check the config alone, then the model folders, then the abilities of this machine.
 
-    Errors: UserError naming the key or the file.
+    Errors: UserError that names the key or the file.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     plan, support = check_config(config, kind, world_size)
-    from megatron_rl.checks.model_and_machine import check_models  # torch and Megatron, which take seconds to import
+    from megatron_rl.checks.model_and_machine import check_models  # imports torch and Megatron, which takes seconds
 
     return check_models(config, kind, world_size), plan, support
 
 
 def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, SamplingSupport]:
-    """Check what can be told of a config without its models, for a run of this kind on so many processes.
+    """Check a config without its models, for a run of this kind on `world_size` processes.
 
-    Errors: UserError naming the key.
+    Errors: UserError that names the key.
     """
     from_data = kind in OFFLINE
-    # A demonstration, or a comparison, is one thing of one update.
+    # A demonstration or a comparison counts once, in a single update.
     batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch
     plan = make_plan(batch, config.parallel, world_size)
     if kind == "train":
@@ -147,7 +147,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
 
 
 def check_keys(config: Config, kind: Kind, world_size: int) -> None:
-    """Errors: UserError for keys that do nothing, or contradict each other, in a run of this kind."""
+    """Check keys for a run of this kind. Errors: UserError for keys without effect, and keys that contradict each other."""
     if kind in IDLE:
         refuse_idle(config, kind, IDLE[kind])
     checks = [check for kinds, of_kinds in RULES if kind in kinds for check in of_kinds]
@@ -156,9 +156,9 @@ def check_keys(config: Config, kind: Kind, world_size: int) -> None:
 
 
 def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
-    """Errors: UserError naming a key of rollout.demonstrations that does nothing, or cannot be.
+    """Check rollout.demonstrations. Errors: UserError that names a key without effect or with an impossible value.
 
-    vocabulary: tokens that the model has, where that is known.
+    vocabulary: number of tokens of the model, if it is known.
     """
     refuse_idle(config, "sample", "rollout.demonstrations.")
     if config.rollout.demonstrations.min_reward is not None:

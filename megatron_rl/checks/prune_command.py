@@ -1,4 +1,4 @@
-"""Checks of the section prune: what cannot be removed from this model, and what would not fit together afterwards."""
+"""Checks of the section prune: parts that this model lacks, and sizes that do not fit together after the removal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.models.shape import Shape, linear_weights, whole_model
 
 
 def sizes_of(prune: PruneConfig) -> Sizes:
-    """The sizes that the section asks for."""
+    """Return the sizes that the section asks for."""
     return Sizes(prune.layers, prune.heads, prune.width, prune.experts, prune.expert_width)
 
 
@@ -32,16 +32,16 @@ def pruned_model(
     hf_config: PreTrainedConfig,
     world_size: int,
 ) -> Iterator[Refusal]:
-    """Refuse a model that cannot be pruned so, a folder that would be lost, and a pruned model that does not fit the layout."""
+    """Refuse a model that cannot be pruned like this, an output folder in use, and a result that does not fit the layout."""
     source = Path(model.path)
     if quantized := getattr(hf_config, "quantization_config", None):
         raise UserError(
-            f"model folder {source}: is quantized ({quantized['quant_method']}); write plain weights first: megatron-rl"
-            f" convert {source} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
+            f"model folder {source}: it is quantized ({quantized['quant_method']}); write unquantized weights first:"
+            f" megatron-rl convert {source} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
     yield Refusal(
         (run_dir / "hf").resolve() == source.resolve() or any((run_dir / "checkpoints").glob("step_*")),
-        f"name = {name}: prune would write over the hf folder of the run {run_dir}; set another name",
+        f"name = {name}: prune would overwrite the folder hf of the run {run_dir}; set another name",
     )
     yield from _sizes(prune, hf_config)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,57 +63,59 @@ def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
     for key, missing, size, what, other in (
         ("layers", None, shape.layers, "layers", ""),
         ("heads", None, shape.heads, "query heads", ""),
-        ("width", not dense and "dense MLP", shape.intermediate, "inner channels of an MLP", "take prune.expert_width"),
+        ("width", not dense and "dense MLP", shape.intermediate, "inner channels of an MLP", "use prune.expert_width"),
         (
             "experts",
             not shape.experts and "experts",
             shape.experts,
             "experts",
-            "take prune.layers, heads or width",
+            "use prune.layers, heads or width",
         ),
         (
             "expert_width",
             not shape.experts and "experts",
             shape.expert_intermediate,
             "inner channels of an expert",
-            "take prune.width",
+            "use prune.width",
         ),
     ):
         if (wanted := getattr(prune, key)) is not None:
             yield Refusal(missing, f"prune.{key} = {wanted}: {name} has no {missing}; {other}")
-            yield Refusal(wanted > size, f"prune.{key} = {wanted}: the model has {size} {what}; take {size} or fewer")
+            yield Refusal(wanted > size, f"prune.{key} = {wanted}: the model has {size} {what}; use {size} or fewer")
     if prune.experts is not None:
         moe = family_of(hf_config).moe
         groups = getattr(hf_config, moe.groups) if moe and moe.groups else None
         key = f"prune.experts = {prune.experts}"
-        yield Refusal(prune.experts < shape.topk, f"{key}: a token goes to {shape.topk}; take {shape.topk} or more")
+        yield Refusal(
+            prune.experts < shape.topk, f"{key}: a token goes to {shape.topk} experts; use {shape.topk} or more"
+        )
         yield Refusal(
             (groups or 1) > 1,
-            f"{key}: config.json has {moe and moe.groups} = {groups}, and a token chooses among groups of neighboring"
-            " experts; leave it out, and take prune.expert_width",
+            f"{key}: config.json has {moe and moe.groups} = {groups}, and routing selects groups of neighboring"
+            " experts; leave prune.experts out, and use prune.expert_width",
         )
     if prune.heads is not None:
         key = f"prune.heads = {prune.heads}"
-        yield Refusal(shape.kv_lora, f"{key}: the heads of {name} share latent keys and values; leave it out")
+        yield Refusal(shape.kv_lora, f"{key}: the heads of {name} share latent keys and values; leave prune.heads out")
         yield Refusal(
             family_of(hf_config).width_from_hidden,
-            f"{key}: a head's width follows from the number of heads in {name}; leave it out",
+            f"{key}: in {name}, the width of a head depends on the number of heads; leave prune.heads out",
         )
         of_group = shape.heads // shape.kv_heads
         yield Refusal(
             prune.heads % of_group,
-            f"{key}: {of_group} query heads share a key-value head, and go with it; take"
+            f"{key}: {of_group} query heads share a key-value head, and are removed together; use"
             f" {max(of_group, prune.heads // of_group * of_group)}",
         )
 
 
 def _sparsity(prune: PruneConfig, shape: Shape) -> Iterator[Refusal]:
-    """shape: of the model that gets zeros."""
+    """Refuse patterns that match nothing, and layers that N:M does not divide. shape: of the model that gets zeros."""
     for pattern in prune.targets:
         yield Refusal(
             not linear_weights(shape, [pattern]),
-            f"prune.targets: '{pattern}' matches no linear layer of attention, MLPs or experts; names are such as"
-            f" {min(linear_weights(shape))}",
+            f"prune.targets: '{pattern}' matches no linear layer of attention, MLPs or experts; an example of a name"
+            f" is {min(linear_weights(shape))}",
         )
     if prune.sparsity == "unstructured":
         return
@@ -122,6 +124,6 @@ def _sparsity(prune: PruneConfig, shape: Shape) -> Iterator[Refusal]:
         names = {weight.name.replace("*", str(i)) for i in range(weight.copies)}
         yield Refusal(
             names & wanted and weight.shape[1] % of,
-            f"prune.sparsity = {prune.sparsity}: the {weight.shape[1]} inputs of {weight.name} are no multiple of"
-            f" {of}; name others in prune.targets",
+            f"prune.sparsity = {prune.sparsity}: the {weight.shape[1]} inputs of {weight.name} are not a multiple of"
+            f" {of}; name other layers in prune.targets",
         )

@@ -1,4 +1,4 @@
-"""Rules of reinforcement learning: what is learned and how, and the engine that samples for it. No torch."""
+"""Rules of reinforcement learning: the algorithm, and the servers that sample for it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _over_sampled(when: Callable[..., object], problem: str) -> Rule:
 
 def _bypassed(key: str, when: Callable[..., object], valid: str) -> Rule:
     text = (
-        f"correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the engine's"
-        f" with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
+        f"correction.{key} with correction.bypass: bypass computes no log-probs of the old policy, so there is no"
+        f" separate mismatch ratio; set correction.bypass: false, or {key}: {valid}"
     )
     return Rule(when, text, also=lambda correction: correction.bypass)
 
@@ -58,32 +58,34 @@ ENGINE = (
         "rollout.colocate: servers that share the trainer's GPUs sleep while it learns",
     ),
     _ahead(lambda rollout: rollout.load, "rollout.load: no server is asked"),
-    _ahead(lambda algorithm: algorithm.on_policy, "algorithm.on_policy: older weights have sampled what is learned"),
+    _ahead(
+        lambda algorithm: algorithm.on_policy, "algorithm.on_policy: older weights would have sampled the responses"
+    ),
     _ahead(
         lambda routing: routing.source == "pr3",
-        "routing.source: pr3: its engine looks ahead from the last push, and older weights and predictors have routed",
+        "routing.source: pr3: SGLang predicts from the last push, but older weights and predictors would have chosen"
+        " the routes",
     ),
     Rule(
         lambda rollout, correction: rollout.max_staleness and not correction.bypass and correction.mode == "none",
-        "rollout.max_staleness = {rollout.max_staleness} learns from older weights' responses, and nothing corrects"
-        " for it; set correction.mode: truncate with high: 2.0, or correction.bypass: true (the loss's ratio starts"
-        " from the engine's log-probs)",
+        "rollout.max_staleness = {rollout.max_staleness} trains on responses of older weights without a correction;"
+        " set correction.mode: truncate with high: 2.0, or correction.bypass: true (the ratio in the loss is then"
+        " computed from SGLang's log-probs)",
     ),
     _filtered(
         lambda batch: batch.samples_per_prompt < 2,
         "batch.samples_per_prompt: 1: a group of one response has no spread; set 2 or more",
     ),
-    _filtered(lambda rewards: rewards.models, "rewards.models, which score behind the rollout: leave them out"),
-    _filtered(lambda rewards: rewards.judges, "rewards.judges, which score behind the rollout: leave them out"),
+    _filtered(lambda rewards: rewards.models, "rewards.models, which score only after the rollout: leave them out"),
+    _filtered(lambda rewards: rewards.judges, "rewards.judges, which score only after the rollout: leave them out"),
     _filtered(
         lambda routing: routing.source == "pr3" and routing.features == "engine",
-        "routing.source: pr3: which responses its predictors learn from is settled before they are asked for",
+        "routing.source: pr3: it decides before the rollout which responses its predictors learn from",
     ),
-    _over_sampled(lambda rollout: rollout.load, "with rollout.load: no server is asked; set over_sample_rate: 0"),
+    _over_sampled(lambda rollout: rollout.load, "with rollout.load: no responses are sampled; set over_sample_rate: 0"),
     _over_sampled(
         lambda rollout: rollout.program == "openai_agent",
-        "with rollout.program: openai_agent: an agent of your own cannot be ended from outside; set over_sample_rate:"
-        " 0",
+        "with rollout.program: openai_agent: an agent of your own cannot be aborted; set over_sample_rate: 0",
     ),
     Rule(
         lambda rollout, batch: (
@@ -95,35 +97,35 @@ ENGINE = (
             f" {batch.prompts_per_step}; set over_sample_rate: {1 / batch.prompts_per_step:.2g}, or 0"
         ),
     ),
-    # Other waits for something outside are patient (`Ranks.patiently`).
+    # Other waits for outside systems do not run into the timeout of a collective (`Ranks.patiently`).
     Rule(
         lambda rollout, sync, parallel, world_size: (
             not rollout.load and world_size > 1 and sync.timeout_s >= parallel.timeout_s
         ),
-        "parallel.timeout_s = {parallel.timeout_s:g} s is no longer than sync.timeout_s = {sync.timeout_s:g} s: in a"
-        " push the other processes wait for the first, which waits for servers; make the former larger",
+        "parallel.timeout_s = {parallel.timeout_s:g} s is not longer than sync.timeout_s = {sync.timeout_s:g} s:"
+        " during a push, the other processes wait for the first process, which waits for servers; increase"
+        " parallel.timeout_s",
     ),
 )
-"""Rules of when the engine samples, and with what."""
+"""Rules for when SGLang samples, and with which settings."""
 
 LEARNING = (
     Rule(
         lambda algorithm, critic, steps: algorithm.advantage == "gae" and critic.warmup_steps >= steps,
-        "critic.warmup_steps = {critic.warmup_steps} leaves none of the {steps} steps to the policy; make it smaller,"
-        " or steps larger",
+        "critic.warmup_steps = {critic.warmup_steps} leaves none of the {steps} steps for training the policy;"
+        " decrease it, or increase steps",
     ),
     Rule(
         lambda algorithm, batch: algorithm.kl.target is not None and batch.responses >= 5 * algorithm.kl.horizon,
         lambda algorithm, batch: (
-            f"algorithm.kl.horizon = {algorithm.kl.horizon}: the {batch.responses} responses of a step are five"
-            " horizons or more, each of which may take a fifth of the coefficient; set horizon:"
-            f" {10 * batch.responses}"
+            f"algorithm.kl.horizon = {algorithm.kl.horizon}: a step has {batch.responses} responses, five horizons or"
+            f" more, and each horizon may change the coefficient by a fifth; set horizon: {10 * batch.responses}"
         ),
     ),
     Rule(
         lambda algorithm: algorithm.advantage == "tilt" and algorithm.whiten,
-        "algorithm.whiten with advantage = tilt: its weights are those of a likelihood, never below 0, and would no"
-        " longer be; set whiten: null",
+        "algorithm.whiten with advantage = tilt: the weights of tilt are never below 0, but whitened ones would be;"
+        " set whiten: null",
     ),
     Rule(
         lambda algorithm, correction: algorithm.aggregation == "sequence_sum" and correction.denominator == "weights",
@@ -132,13 +134,13 @@ LEARNING = (
     ),
     Rule(
         lambda routing, batch: routing.source in PREDICTING and batch.epochs > 1,
-        "batch.epochs = {batch.epochs} with routing.source = {routing.source}: predictors anticipate the routers of"
-        " the one update that learns from a response; set epochs: 1, or routing.source: r2 or r3",
+        "batch.epochs = {batch.epochs} with routing.source = {routing.source}: predictors assume that one update"
+        " trains on each response; set epochs: 1, or routing.source: r2 or r3",
     ),
     Rule(
         lambda correction: (correction.low or 0.0) > 1 or (correction.high is not None and correction.high < 1),
-        "correction.low = {correction.low}, high = {correction.high} leave out a ratio of 1, at which nothing is"
-        " wrong: bounds are of the ratio trainer / engine itself; set low: 0.8 and high: 1.2 for a threshold of 0.2",
+        "correction.low = {correction.low}, high = {correction.high} exclude a ratio of 1, which means no mismatch:"
+        " the bounds apply to the ratio trainer / SGLang itself; set low: 0.8 and high: 1.2 for a threshold of 0.2",
     ),
     _bypassed("veto", lambda correction: correction.veto is not None, "null"),
     _bypassed("mode", lambda correction: correction.mode != "none", "none"),
@@ -147,81 +149,84 @@ LEARNING = (
         lambda correction, routing, batch: (
             correction.bypass and routing.source in ("r2", *PREDICTING) and batch.updates > 1
         ),
-        "correction.bypass leaves out the pass in which routing.source = {routing.source} records the routes; set"
+        "correction.bypass skips the forward pass in which routing.source = {routing.source} records the routes; set"
         " bypass: false, or routing.source: r3",
     ),
     Rule(
         lambda rollout, routing: rollout.gates and not asks_routes(rollout, routing),
-        "rollout.gates = true asks for the weights of no experts: set rollout.routes: true",
+        "rollout.gates = true needs routes, which nothing asks for: set rollout.routes: true",
     ),
     Rule(
         lambda routing, model: routing.source != "none" and model.moe_router_fusion,
         "routing.source = {routing.source} with model.moe_router_fusion: the fused router would ignore the routes;"
-        " turn the fusion off, or use routing.source = none",
+        " set moe_router_fusion: false, or routing.source: none",
     ),
     Rule(
         lambda routing, batch: routing.source in PREDICTING and batch.updates_per_step < 2,
-        "routing.source = {routing.source} predicts how routers move from one update of a rollout batch to the next;"
-        " batch.updates_per_step = 1 has no next: raise it, or use r2 or r3",
+        "routing.source = {routing.source} predicts how routers move between the updates of a rollout batch, but"
+        " batch.updates_per_step = 1 makes only one update: increase it, or use r2 or r3",
     ),
     Rule(
         lambda sync, routing: sync.refresh.when == "drift" and routing.source in FROM_ENGINE,
-        "sync.refresh.when = drift with routing.source = {routing.source}: what is replayed must be of the weights"
-        " that are trained, and the engine's would be older; set sync.refresh.when: always, or routing.source: r2",
+        "sync.refresh.when = drift with routing.source = {routing.source}: replayed routes must come from the trained"
+        " weights, but SGLang's weights would be older; set sync.refresh.when: always, or routing.source: r2",
     ),
     Rule(
         lambda sync, correction: sync.refresh.when == "drift" and not correction.bypass and correction.mode == "none",
-        "sync.refresh.when = drift samples from weights that are up to {sync.refresh.max_staleness} steps old, and"
-        " nothing corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs),"
+        "sync.refresh.when = drift samples with weights that are up to {sync.refresh.max_staleness} steps old without"
+        " a correction; set correction.bypass: true (the ratio in the loss is then computed from SGLang's log-probs),"
         " or correction.mode: truncate with high: 2.0",
     ),
     _off_policy(
         lambda batch: batch.updates_per_step > 1,
         "batch.updates_per_step = {batch.updates_per_step}",
-        "the later updates of a step are of a policy that has moved",
+        "the later updates of a step train a policy that has changed since sampling",
         "set it to 1",
     ),
     _off_policy(
         lambda batch: batch.epochs > 1,
         "batch.epochs = {batch.epochs}",
-        "the later updates of a step are of a policy that has moved",
+        "the later updates of a step train a policy that has changed since sampling",
         "set it to 1",
     ),
     _off_policy(
         lambda sync: sync.refresh.when == "drift",
         "sync.refresh.when = drift",
-        "samples may come from weights that are steps old",
+        "SGLang's weights may be several steps old",
         "set it to always",
     ),
     _off_policy(
-        lambda rollout: rollout.load, "rollout.load", "a record was sampled by another run's weights", "leave it out"
+        lambda rollout: rollout.load,
+        "rollout.load",
+        "its responses were sampled with the weights of another run",
+        "leave it out",
     ),
     _off_policy(
         lambda correction: correction.bypass,
         "correction.bypass",
-        "the ratio starts from the engine's log-probs, which are never exactly the trainer's",
+        "the ratio is computed from SGLang's log-probs, which never equal the trainer's exactly",
         "set it to false",
     ),
     _off_policy(
         lambda lora: lora.rank and lora.dropout > 0,
         "lora.dropout = {lora.dropout:g}",
-        "an update's policy lacks a part of what sampled",
+        "updates drop a part of the adapter that sampled",
         "set it to 0",
     ),
     _unmerged(
         lambda routing: routing.source == "pr3",
         "routing.source = pr3",
-        "the engine's predictors would not get what the trainer's have learned",
-        "take pr2 or r3",
+        "SGLang's predictors would not get the updates of the trainer's predictors",
+        "set it to pr2 or r3",
     ),
     _unmerged(
         lambda rollout, routing: rollout.record and asks_routes(rollout, routing),
-        "rollout.record with routes of the engine",
-        "a record says whose routes it has by a digest of all weights",
+        "rollout.record with SGLang's routes",
+        "a record identifies its routes by a digest of all weights, which is not computed",
         "set rollout.record: false",
     ),
     _unmerged(
-        lambda lora: lora.kind == "dora", "lora.kind = dora", "SGLang knows no lengths of rows", "set lora.kind: lora"
+        lambda lora: lora.kind == "dora", "lora.kind = dora", "SGLang does not support DoRA", "set lora.kind: lora"
     ),
     _unmerged(
         lambda rollout: rollout.colocate,
@@ -232,30 +237,30 @@ LEARNING = (
     _unmerged(
         lambda precision: precision.rollout == "fp8",
         "precision.rollout = fp8",
-        "the model's own weights would not be those that the trainer has",
+        "SGLang's base weights would differ from the trainer's",
         "set precision.rollout: bf16",
     ),
 )
-"""Rules of what is learned from samples, and of how often."""
+"""Rules for what is learned from samples, and how often."""
 
 
 LOOSE_OF_SEQUENCES = 0.05
-"""Bound of a sequence's ratio, a geometric mean over its tokens, from which on it is taken for one of tokens."""
+"""Clip bound above which a clip of sequence ratios (geometric means over tokens) was probably meant for token ratios."""
 
 
 def loss_hints(algorithm: AlgorithmConfig) -> list[str]:
-    """Lines for the start of a run whose loss has settings that are another loss's."""
+    """Return lines for the start of a run whose loss has settings that fit another loss."""
     hints = []
     clips = [clip for clip in (algorithm.clip_low, algorithm.clip_high) if clip is not None]
     if algorithm.loss == "gspo" and max(clips, default=0.0) >= LOOSE_OF_SEQUENCES:
         hints.append(
             "algorithm.loss: gspo clips the ratio of whole sequences, which hardly ever reaches clip_low ="
-            f" {algorithm.clip_low}, clip_high = {algorithm.clip_high}, bounds for tokens; GSPO's own are 3e-4 and"
-            " 4e-4"
+            f" {algorithm.clip_low}, clip_high = {algorithm.clip_high}; such bounds fit token ratios, and the GSPO"
+            " paper uses 3e-4 and 4e-4"
         )
     if algorithm.loss in ("gspo", "sapo") and algorithm.aggregation != "sequence_mean":
         hints.append(
-            f"algorithm.loss: {algorithm.loss} with aggregation: {algorithm.aggregation}: its paper takes the mean"
-            " over sequences of each one's mean (sequence_mean)"
+            f"algorithm.loss: {algorithm.loss} with aggregation: {algorithm.aggregation}: the paper uses the mean over"
+            " sequences of each sequence's token mean; consider aggregation: sequence_mean"
         )
     return hints

@@ -1,4 +1,4 @@
-"""Every key of megatron_rl: one tree of frozen dataclasses. `megatron_rl.config.load` reads it."""
+"""All config keys of megatron_rl: one tree of frozen dataclasses. `megatron_rl.config.load` reads it."""
 
 from megatron_rl.config.algorithm import (
     FROM_ENGINE,

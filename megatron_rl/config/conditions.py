@@ -1,4 +1,4 @@
-"""Where a key of the config is read: declared beside the key, shown in its documentation, and checked by one function."""
+"""Conditions under which a config key is read: declared beside the key, shown in its documentation, checked by one function."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "sample"]
-"""Kinds by what they do. All but sample (eval, rollout), which only asks the engine, and quantize build the trainer; prune and
-score (eval.likelihood) for passes alone."""
+"""Kinds of runs. sample (eval, rollout) only asks SGLang. All kinds except sample and quantize build the trainer; prune
+and score (eval.likelihood) use it for forward passes only."""
 LEARNING: tuple[Kind, ...] = ("train", "sft", "reward", "dpo")
-"""Kinds that train. What only looks at a model takes the config of a run as it is."""
+"""Kinds that train. The other kinds accept the config of any run unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadBy:
-    """Commands that read a key, or a section; a key's own declaration comes before its section's."""
+    """The commands that read a key or a section. A key's own declaration overrides that of its section."""
 
     commands: tuple[Kind, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Keys of which one has to be set for another key to be read.
+    """A condition on other keys, without which a key is not read.
 
-    keys: dotted from the root; one that begins with a dot is beside the key. values: what the first may be; none: anything but
-    its default. excluded: it may be all but these values, or nothing but its default where there are none. example: a value
-    for the remedy.
+    keys: dotted names from the root; a name that begins with a dot is in the same section. One of the keys must be
+    set. values: allowed values of the first key; empty: any value except its default. excluded: invert the condition:
+    the key must not have these values, or must have its default if `values` is empty. example: a value for the remedy
+    in the message.
     """
 
     keys: tuple[str, ...]
@@ -36,13 +37,13 @@ class Condition:
     example: Any = True
 
     def text(self) -> str:
-        """The condition in the documentation."""
+        """Return the condition as the documentation shows it."""
         names = _either([key.lstrip(".") for key in self.keys])
         where = f"{names}: {_either([_shown(value) for value in self.values])}" if self.values else names
         return f"{'not ' if self.excluded else 'only '}with {where}"
 
     def problem(self, config: Any, key: str) -> str | None:
-        """The reason why `key` is not read, and the remedy; None where it is."""
+        """Return why `key` is not read, and the remedy; None if it is read."""
         names = [f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name for name in self.keys]
         found = [value_at(config, name) for name in names]
         if self.values:
@@ -66,23 +67,23 @@ def read_by(*commands: Kind) -> ReadBy:
 
 
 def only_with(key: str, *values: Any, example: Any = True) -> Condition:
-    """Declare that a key is read only where another has one of these values; without values, not its default."""
+    """Declare that a key is read only if another key has one of these values; without values, any value except its default."""
     return Condition((key,), values, example=example)
 
 
 def only_with_any(*keys: str) -> Condition:
-    """Declare that a key is read only where one of these several others has not its default."""
+    """Declare that a key is read only if at least one of these other keys differs from its default."""
     return Condition(keys)
 
 
 def not_with(key: str, *values: Any, example: Any = None) -> Condition:
-    """Declare that a key is not read where another has one of these values; without values, anything but its default."""
+    """Declare that a key is not read if another key has one of these values; without values, any value except its default."""
     return Condition((key,), values, excluded=True, example=example)
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A key with its value, its default, and what is declared of it and of the sections that it is in."""
+    """A key with its value, its default, and the declarations of the key and of its sections."""
 
     key: str
     value: Any
@@ -92,14 +93,14 @@ class Declared:
 
 
 def declarations(section: type) -> dict[str, tuple[ReadBy | Condition, ...]]:
-    """Declarations of a section's fields by their names, of those that have any."""
+    """Return the declarations of a section's fields by field name, for fields that have any."""
     hints = typing.get_type_hints(section, include_extras=True).items()
     found = {name: getattr(kind, "__metadata__", ()) for name, kind in hints}
     return {name: kept for name, all_ in found.items() if (kept := tuple(m for m in all_ if _is_ours(m)))}
 
 
 def changed(section: Any, default: Any | None = None) -> list[str]:
-    """Names of the fields of a section that have not their defaults."""
+    """Return the names of the fields of a section that differ from their defaults."""
     default = type(section)() if default is None else default
     return [name for name in vars(default) if getattr(section, name) != getattr(default, name)]
 
@@ -110,7 +111,7 @@ def walk(
     commands: tuple[Kind, ...] | None = None,
     conditions: tuple[Condition, ...] = (),
 ) -> Iterator[Declared]:
-    """All keys of a section, of those inside it, and of those that its mappings have by name."""
+    """Yield all keys of a section, of its nested sections, and of the named sections in its mappings."""
     declared, default = declarations(type(section)), type(section)()
     for field in dataclasses.fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
@@ -127,7 +128,7 @@ def walk(
 
 
 def unread(config: Any, command: str) -> list[str]:
-    """Keys of which the config has not the default, and that a command that trains never reads."""
+    """Return the keys that differ from their defaults and that a training command never reads."""
     if command not in LEARNING:
         return []
     found = (one for one in walk(config) if one.commands is not None and command not in one.commands)
@@ -135,7 +136,10 @@ def unread(config: Any, command: str) -> list[str]:
 
 
 def idle(config: Any, command: str, under: str = "") -> str | None:
-    """The first set key below `under` that a command reads and that does nothing, with the reason and the remedy; or None."""
+    """Return why the first key below `under` that `command` reads has no effect, with the remedy; None if there is none.
+
+    Only keys that differ from their defaults count.
+    """
     for one in walk(config):
         if one.value == one.default or not one.key.startswith(under):
             continue
@@ -148,14 +152,14 @@ def idle(config: Any, command: str, under: str = "") -> str | None:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value of a dotted key; parts may be names of a mapping."""
+    """Return the value of a dotted key; its parts may be names in a mapping."""
     for part in key.split("."):
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config
 
 
 def default_at(config: Any, key: str) -> Any:
-    """The default of a dotted key."""
+    """Return the default of a dotted key."""
     above, _, last = key.rpartition(".")
     section = value_at(config, above) if above else config
     return getattr(type(section)(), last)

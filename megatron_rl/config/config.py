@@ -1,7 +1,7 @@
-"""Every knob of megatron_rl: one tree of frozen dataclasses. `megatron_rl.config.load` reads it.
+"""The tree of all config keys, as frozen dataclasses. `megatron_rl.config.load` reads it.
 
-Sizes are given once, in prompts and samples (`batch`); everything else is derived from them in `megatron_rl.config.plan` and
-printed at the start of a run.
+Users give sizes once, in prompts and samples (`batch`). `megatron_rl.config.plan` derives all other sizes, and the
+run prints them at its start.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from megatron_rl.config.section import Count, Positive, PositiveFloat, RunName, 
 
 @section
 class CheckpointConfig:
-    """When checkpoints are written, and which stay."""
+    """When checkpoints are written, and which are kept."""
 
     every: Count = 0
-    """Steps between checkpoints; 0 saves at the end alone."""
+    """Number of steps between checkpoints; 0: save only at the end."""
     keep: Positive = 2
-    """Newest complete checkpoints that stay."""
+    """Number of newest complete checkpoints to keep."""
     keep_best: Count = 0
-    """Checkpoints of the best eval/score (in SFT: the lowest eval/loss) that stay beside them, of steps with both an evaluation
-    and a checkpoint."""
+    """Number of checkpoints with the best eval/score (SFT: the lowest eval/loss) to keep in addition. Only steps with
+    both an evaluation and a checkpoint count."""
     async_save: bool = False
-    """Write in the background while training goes on, from a copy on the host of a rank's share of what its GPU holds."""
+    """Write checkpoints in the background during training. Each rank first copies its share of the state from its GPU
+    to host memory."""
     timeout_s: PositiveFloat = 1800.0
-    """Longest time in seconds that the next save, or the end of the run, waits for a save in the background."""
+    """Longest time, in seconds, that the next save or the end of the run waits for a save in the background."""
     load: str | None = None
-    """Checkpoint folder of another run to start from (weights alone)."""
+    """Checkpoint folder of another run, whose weights (and nothing else) this run starts from."""
 
 
 @section
@@ -63,30 +64,40 @@ class LoggingConfig:
     """Logs and the report."""
 
     progress: bool = True
+    """Print progress on the terminal."""
     tensorboard: bool = True
+    """Write metrics for TensorBoard into the run's folder."""
     wandb_project: str | None = None
+    """Project of Weights & Biases that gets the metrics; null: none."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port of rank 0's machine at which Prometheus finds the newest values, as megatron_rl_metric{run, metric}."""
+    """Port on rank 0's machine where Prometheus reads the newest metrics, as megatron_rl_metric{run, metric}. null:
+    none."""
     prometheus_address: str = "127.0.0.1"
-    """Address of rank 0's machine on which that port listens; 0.0.0.0: all of its addresses. Another than this machine's own
-    needs logging.prometheus_api_key."""
+    """Address on rank 0's machine for that port; 0.0.0.0: all addresses. An address that other machines can reach needs
+    logging.prometheus_api_key."""
     prometheus_api_key: Secret | None = None
-    """Where the key is that Prometheus has to send (authorization.credentials in its configuration)."""
+    """Place of the key that Prometheus has to send (authorization.credentials in its configuration): env:NAME or
+    file:PATH."""
     samples: Count = 8
-    """Rollouts of each step that are kept for the report: best-paid, most frequent, and others from prompt to prompt."""
+    """Number of rollouts of each step that are kept for the report: those with the highest rewards, the most frequent,
+    and others of different prompts."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)
-    """Steps of which rank 0 writes a trace of torch's profiler, as profile/step_N.json.gz in the run's folder."""
+    """Steps for which rank 0 writes a torch profiler trace, as profile/step_N.json.gz in the run's folder."""
 
 
 @section
 class Config:
-    """The whole tree of a run."""
+    """The whole config of a run."""
 
     name: RunName = "run"
-    """The run's folder under runs_dir; a/b is a folder in a folder. No part begins with . or -, or has a blank at an end."""
+    """Name of the run, and of its folder in runs_dir; a/b is a nested folder. No part may begin with . or -, or begin
+    or end with a blank."""
     runs_dir: str = "runs"
+    """Folder of all runs."""
     seed: int = 0
+    """Seed of the trainer's random generators and of sampling."""
     steps: Positive = 100
+    """Number of steps of the run."""
     model: ModelConfig = ModelConfig()
     lora: Annotated[LoRAConfig, only_with("lora.rank", example=16)] = LoRAConfig()
     data: DataConfig = DataConfig()
@@ -119,39 +130,38 @@ class Config:
     logging: LoggingConfig = LoggingConfig()
     hooks: Annotated[list[str], read_by("train")] = dataclasses.field(default_factory=list)
     """Further hooks of the update, after those that the config turns on: functions or classes of your own, module:name
-    or path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md).
-    """
+    or path/to/file.py:name, that create an UpdateHook from the config (see CONTRIBUTING.md)."""
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return Path(self.runs_dir) / self.name
 
     @property
     def zero_truncated(self) -> bool:
-        """True if a response that a limit has ended has a reward of 0, whatever is in it."""
+        """True if a response that a limit ended gets a reward of 0 whatever it contains."""
         return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
 
     @property
     def bootstraps_truncated(self) -> bool:
-        """True if the critic's value of the last state stands for what a limit has cut off."""
+        """True if the critic's value of the last state replaces the part of a response that a limit cut off."""
         algorithm = self.algorithm
         return algorithm.bootstrap_truncated and algorithm.advantage == "gae" and not self.zero_truncated
 
     @property
     def teaches(self) -> bool:
-        """True if there is a teacher."""
+        """True if the config has a teacher."""
         teacher = self.distillation
         return teacher.teacher is not None or teacher.address is not None or teacher.recorded
 
     @property
     def process_rewards(self) -> str | None:
-        """Name of the reward model whose scores are rewards at the ends of steps; None where there is none."""
+        """Name of the reward model whose scores are rewards at the ends of steps; None if there is no such model."""
         found = (n for n, model in self.rewards.models.items() if model.steps and model.step_placement == "tokens")
         return next(found, None)
 
     @property
     def policy_reference(self) -> str | None:
-        """Folder of the reference of reinforcement learning; None where nothing asks for one."""
+        """Folder of the reference model of reinforcement learning; None if no key needs one."""
         kl = self.algorithm.kl
         return (kl.reference or self.model.path) if kl.coefficient > 0 else None

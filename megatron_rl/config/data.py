@@ -22,66 +22,73 @@ from megatron_rl.config.section import (
 
 @section
 class DataConfig:
-    """Prompts, their rewards and the order in which they come."""
+    """Prompts, their verifiers and the order of the prompts."""
 
     task: str = "file"
-    """file | hub | gsm8k | retool | verify_if | reasoning_gym:NAME | number_sorting | number_zigzag | sums | openenv |
-    verifiers:NAME, or your own task as module:name or path/to/file.py:name."""
+    """Task that supplies the prompts: file | hub | gsm8k | retool | verify_if | reasoning_gym:NAME | number_sorting |
+    number_zigzag | sums | openenv | verifiers:NAME. Or a task of your own as module:name or path/to/file.py:name."""
     path: str | None = None
-    """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder; gsm8k, retool and verify_if: either, or
-    without it rows that they generate."""
+    """Source of the rows. For task `file`: a .jsonl or .parquet file; for `hub`: the name or folder of a Hugging Face
+    data set; for `gsm8k`, `retool` and `verify_if`: either of these, or null for rows that the task generates."""
     eval_path: str | None = None
-    """Like path, for the held-out prompts; without it they are split off from path by hash, disjoint from training. gsm8k and
-    retool: also aime24 and aime25."""
+    """Source of the held-out prompts, given like path. null: a hash splits them off from path, disjoint from the
+    training prompts. gsm8k and retool also accept aime24 and aime25."""
     prompt_key: str = "prompt"
+    """Column of the prompt."""
     answer_key: str = "answer"
+    """Column of the expected answer."""
     response_key: str = "response"
-    """Column of demonstrations, for `megatron-rl sft`, and of responses with a score or a label."""
+    """Column of the demonstrated response (`megatron-rl sft`), or of the response that has a score or a label
+    (`megatron-rl reward`, `megatron-rl dpo`)."""
     text_key: str = "text"
-    """Column of texts to learn whole, for `megatron-rl sft` (continued pretraining), in rows without response_key. What is
-    longer than rollout.context_length is cut into pieces."""
+    """Column of texts that `megatron-rl sft` trains on as a whole (continued pretraining), for rows without
+    response_key. Texts longer than rollout.context_length are cut into pieces."""
     tokens_key: str | None = "response_tokens"
-    """Column of a response's tokens, beside prompt_tokens, loss_mask and tokenizer, in the rows that rollout.demonstrations
-    writes: `megatron-rl sft` learns them as they are. null: the texts are learned, as by another tokenizer."""
+    """Column of a response's token ids, in rows written by rollout.demonstrations (with the columns prompt_tokens,
+    loss_mask and tokenizer). `megatron-rl sft` trains on these tokens without tokenizing again. null: train on the
+    texts, for example with another tokenizer."""
     tools_key: str | None = "tools"
-    """Column of the tools that a prompt tells of, beside those of agent.tools: their schemas in OpenAI's form, as a list or as
-    JSON. null: the column is left aside."""
+    """Column of tools that a row's prompt offers in addition to agent.tools: OpenAI tool schemas, as a list or as JSON.
+    null: ignore the column."""
     chosen_key: Annotated[str, read_by("reward", "dpo")] = "chosen"
-    """Preferences: column of the better response, beside rejected_key."""
+    """Preferences: column of the better response, used with rejected_key."""
     rejected_key: Annotated[str, read_by("reward", "dpo")] = "rejected"
+    """Preferences: column of the worse response."""
     margin_key: Annotated[str, read_by("reward", "dpo")] = "margin"
-    """Preferences: column with by how much the chosen one is better; it may be missing."""
+    """Preferences: optional column of the margin by which the chosen response is better."""
     responses_key: Annotated[str, read_by("reward", "dpo")] = "responses"
-    """Preferences: column of several responses to one prompt; without scores_key they stand in order, the best first."""
+    """Preferences: column of several responses to one prompt. Without scores_key they are ordered, the best first."""
     scores_key: Annotated[str, read_by("reward", "dpo")] = "scores"
-    """Preferences: column of a number for each of the responses."""
+    """Preferences: column of the scores of `responses_key`, one number per response."""
     score_key: Annotated[str, read_by("reward", "dpo")] = "score"
-    """Preferences: column of the number that response_key has."""
+    """Preferences: column of the score of the response in response_key, a number."""
     label_key: Annotated[str, read_by("reward", "dpo")] = "label"
-    """Preferences: column of whether response_key is good: true or false, or 1 or 0."""
+    """Preferences: column of the label of the response in response_key: true or 1 if it is good, false or 0 if it is
+    not."""
     steps_key: Annotated[str, read_by("reward", "dpo")] = "steps"
-    """Preferences: column of a response as a list of its steps, beside labels_key."""
+    """Preferences: column of a response as a list of steps, used with labels_key."""
     labels_key: Annotated[str, read_by("reward", "dpo")] = "labels"
-    """Preferences: column of a number, or true or false, for each of the steps."""
+    """Preferences: column of the steps' labels, one number or true or false per step."""
     step_separator: Annotated[str, read_by("reward", "dpo")] = "\n"
-    """Preferences: what each step ends with; it is added where it is missing."""
+    """Preferences: text at the end of each step; it is added to steps that lack it."""
     template: str = "{prompt}"
-    """Text around a prompt; {prompt} is replaced."""
+    """Text around each prompt; {prompt} is replaced by the prompt."""
     chat: bool = False
-    """Apply the tokenizer's chat template, the prompt being the user's message."""
+    """Apply the tokenizer's chat template, with the prompt as the user's message."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the task itself (for reasoning_gym: those of the data set)."""
+    """Options of the task; for reasoning_gym, options of its data set."""
     verifier: str | None = None
-    """exact | math | number_list | code (tests in the answer's column, run in the sandbox) | instructions (IFEval's and
-    IFBench's) | none (prompts without answers, for rewards.models), or a function (response, answer) of your own as
-    module:name or path/to/file.py:name; by default exact for file and hub, else the task's own."""
+    """Verifier that scores responses: exact | math | number_list | code (runs the tests in the answer column in the
+    sandbox) | instructions (of IFEval and IFBench) | none (prompts without answers, for rewards.models). Or a function
+    (response, answer) of your own as module:name or path/to/file.py:name. null: exact for the tasks file and hub, and
+    the task's own verifier for all others."""
     prepare: str | None = None
-    """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or a data set and
-    returns it with the columns wanted here, or None to leave it out."""
+    """Function of your own, as module:name or path/to/file.py:name, that converts each row of a file or data set. It
+    returns the row with the columns described here, or None to drop the row."""
     rewards: Annotated[dict[str, float], read_by("train", "sample")] = dataclasses.field(default_factory=dict)
-    """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
+    """Weights of the reward parts, by name. By default 1.0 for each part that the task names as a main one."""
     seed: int = 0
-    """Order of the prompts, and the procedural tasks' generator."""
+    """Seed of the order of the prompts, and of tasks that generate their prompts."""
 
 
 @section
@@ -89,131 +96,144 @@ class BatchConfig:
     """Sizes of a step."""
 
     prompts_per_step: Positive = 32
-    """Different prompts asked in one step, over all data-parallel ranks."""
+    """Number of different prompts of a step, over all data-parallel ranks."""
     samples_per_prompt: Annotated[Positive, read_by("train", "sample")] = 8
-    """Responses to each prompt: the group of the group-relative baselines."""
+    """Number of responses to each prompt: the group of group-relative baselines."""
     updates_per_step: Annotated[Positive, read_by("train")] = 1
-    """Optimizer updates that one pass over a rollout batch is (1 = on-policy; n = the papers' off-n)."""
+    """Number of optimizer updates in one pass over a rollout batch (1 = on-policy; n = "off-n" in papers)."""
     epochs: Positive = 1
-    """Passes over a rollout batch (PPO's epochs), each in updates_per_step updates of the same parts: a step has
-    updates_per_step x epochs. Old log-probs, values, advantages, weights of the correction and routes are those from before
-    the first."""
+    """Number of passes over a rollout batch (PPO's epochs). Each pass makes updates_per_step updates with the same
+    split of the batch, so a step has updates_per_step x epochs updates. Old log-probs, values, advantages, correction
+    weights and routes are computed once, before the first update."""
     tokens_per_micro_batch: Positive = 8192
-    """Token budget of one packed forward-backward, per data-parallel rank."""
+    """Token budget of one packed micro-batch, per data-parallel rank."""
 
     @property
     def responses(self) -> int:
-        """Responses of a step."""
+        """Number of responses of a step."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of a step."""
+        """Number of optimizer updates of a step."""
         return self.updates_per_step * self.epochs
 
 
 @section
 class ScorerConfig:
-    """A reward model that scores the responses of reinforcement learning, one of rewards.models."""
+    """A reward model that scores responses in reinforcement learning; an entry of rewards.models."""
 
     path: str | None = None
-    """Hugging Face folder of a classifier with one label, such as `megatron-rl reward` writes. Without an address the trainer's
-    processes score by it, on their own layout, and it has the policy's tokenizer."""
+    """Hugging Face folder of a classifier with one label, such as `megatron-rl reward` writes. Without `address` the
+    trainer's processes run the model in their own parallel layout, and it must have the policy's tokenizer."""
     address: str | None = None
-    """An SGLang server (http://host:port) that serves it (--is-embedding). With a path that folder's tokenizer and chat
-    template make what it is sent, else the policy's tokens are."""
+    """SGLang server of the reward model (http://host:port, started with --is-embedding). If `path` is set too, requests
+    are made with that folder's tokenizer and chat template; otherwise the server gets the policy's tokens."""
     api_key: Secret | None = None
-    """Where the key of that server is: env:NAME or file:PATH."""
+    """Place of that server's API key: env:NAME or file:PATH."""
     shift: float = 0.0
-    """Subtracted from a score; then it is divided by scale."""
+    """Number that is subtracted from a score before the division by `scale`."""
     scale: PositiveFloat = 1.0
+    """Number by which a score is divided, after `shift`."""
     normalize: bool = False
-    """Subtract the mean of all scores of the run so far, and divide by their standard deviation; not in evaluations."""
+    """Subtract the mean of all scores of the run so far and divide by their standard deviation. Not in evaluations."""
     clip: PositiveFloat | None = None
-    """Largest absolute value of a score, after all that; not in evaluations."""
+    """Largest absolute value of a score after shift, scale and normalize. Not in evaluations. null: no limit."""
     sigmoid: bool = False
-    """Take the logistic function of a score before all that: of a model that has learned by cross_entropy, a probability."""
+    """Apply the logistic function to a score first. The score of a model trained with cross_entropy becomes a
+    probability."""
     steps: bool = False
-    """Process rewards: the model, which has learned from data.steps_key, scores each step of a response by the value behind its
-    last token. Steps end with the separator that the model has learned with."""
+    """Use the model for process rewards: it scores each step of a response by the value behind the step's last token.
+    The model must be trained with data.steps_key; steps end with the separator that the model was trained with."""
     step_separator: Annotated[Annotated[str, Field(min_length=1)] | None, only_with(".steps")] = None
-    """steps: what ends a step, where the model's folder does not say so itself (reward_step_separator in its config.json)."""
+    """steps: text that ends a step, if the model's folder does not name it (reward_step_separator in config.json)."""
     step_placement: Annotated[Literal["tokens", "response"], only_with(".steps")] = "tokens"
-    """steps: tokens: rewards lie where steps end. gae and reinforce_plus_plus get each at its step's last token; grpo adds to a
-    token's advantage the sum of the scores of its step and of those behind it, each normalized over all steps of the responses
-    to the prompt (dr_grpo: without the division). response: one number is a part of the response's reward, as of any model."""
+    """steps: place of the rewards. `tokens`: at the ends of steps. gae and reinforce_plus_plus get each reward at the
+    last token of its step. grpo adds to a token's advantage the sum of the scores of its own and later steps,
+    normalized over all steps of the responses to the prompt (dr_grpo: without the division). `response`: one number
+    becomes part of the response's reward, as with any reward model."""
     step_aggregation: Annotated[Literal["min", "mean", "last", "product"], only_with(".steps")] = "min"
-    """steps: that number; with tokens it is logged, and evaluations have it. 0 where there is no step."""
+    """steps: how step scores become one number, for placement `response`, for evaluations and for the log. 0 for a
+    response without steps."""
 
 
 @section
 class JudgeConfig:
-    """A language model that says how good a response is, one of rewards.judges. What it gives no verdict on does not train."""
+    """A language model that grades responses; an entry of rewards.judges. Responses without a verdict are not trained on."""
 
     address: str = ""
-    """An OpenAI-compatible server, as its clients take it (base_url): http://host:port/v1 or https://host/v1."""
+    """Address of an OpenAI-compatible server, as OpenAI clients take it (base_url): http://host:port/v1 or
+    https://host/v1."""
     model: str = ""
-    """The model's name there."""
+    """Name of the model on that server."""
     api_key: Secret | None = None
-    """Key of that server, as env:NAME or file:PATH."""
+    """Place of that server's API key: env:NAME or file:PATH."""
     prompt: str = (
         "How good is the response to the prompt? Is it correct, complete and to the point?\n{prompt}{response}"
     )
-    """The question. {response} is replaced by the response, {prompt} by the prompt, {answer} by the expected answer, each
-    fenced off as data. How the judge has to write its verdict is added."""
+    """Question to the judge. {response} is replaced by the response, {prompt} by the prompt and {answer} by the
+    expected answer, each marked as data. Instructions for the format of the verdict are appended."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """The worst and the best verdict, which become 0 and 1. Another number is none."""
+    """Worst and best verdict, which are mapped to 0 and 1. A number outside of this range is no verdict."""
     pattern: str | None = None
-    """A regular expression that has to match the whole verdict, with one group: the number. null: the verdict is a number."""
+    """Regular expression that must match the whole verdict; its one group is the number. null: the verdict is a number."""
     json_key: str | None = None
-    """Instead: the verdict is a JSON object with the number under this key."""
+    """Instead of pattern: the verdict is a JSON object with the number under this key."""
     thinking: bool = False
-    """Show the judge the response's thinking too, and not only what stands behind </think>."""
+    """Show the judge the response's thinking too, not only the text after </think>."""
     temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge."""
     max_tokens: Positive = 1024
-    """Most tokens of its reply, its own thinking included; one that is cut off has no verdict."""
+    """Largest number of tokens of the judge's reply, its thinking included. A reply that is cut off has no verdict."""
     votes: Positive = 1
-    """Replies whose verdicts are averaged; with a temperature above 0 they differ."""
+    """Number of replies whose verdicts are averaged; they differ only with a temperature above 0."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """More keys of the request, such as {reasoning_effort: low}; null takes one of the others out."""
+    """Further keys of the request, such as {reasoning_effort: low}. null removes a key that is sent by default."""
     cache: Count = 100_000
-    """Scores that are kept, in memory and in the run's folder: the same response to the same prompt is judged once."""
+    """Number of verdicts kept in memory and in the run's folder, so that the same response to the same prompt is judged
+    once."""
     concurrency: Positive = 32
-    """Requests in flight per data-parallel leader."""
+    """Number of requests in flight per data-parallel leader."""
     timeout_s: PositiveFloat = 120.0
-    """Longest wait for a reply."""
+    """Longest wait for a reply, in seconds."""
     retries: Count = 2
-    """Attempts after the first, with a growing pause, where the server does not answer or its reply has no verdict."""
+    """Number of further attempts, with growing pauses, if the server does not answer or its reply has no verdict."""
     max_failures: Fraction = 0.5
-    """Largest share of a leader's responses of a step, or of an evaluation, without a verdict; above it the run stops."""
+    """Largest share of responses without a verdict, among a leader's responses of a step or an evaluation. Above it the
+    run stops."""
 
 
 @section
 class RewardsConfig:
-    """Reward parts beside the task's own. They weigh 1.0 unless data.rewards says otherwise."""
+    """Reward parts in addition to the task's own. Their weight is 1.0 unless data.rewards sets another."""
 
     models: dict[str, ScorerConfig] = dataclasses.field(default_factory=dict)
-    """Reward models by the names of their parts: {helpful: {path: runs/reward/hf}}."""
+    """Reward models by the names of their reward parts, such as {helpful: {path: runs/reward/hf}}."""
     judges: dict[str, JudgeConfig] = dataclasses.field(default_factory=dict)
-    """Judges by the names of their parts: {polite: {address: "http://host:30000/v1", model: NAME}}."""
+    """Judges by the names of their reward parts, such as {polite: {address: "http://host:30000/v1", model: NAME}}."""
     overlong_buffer: Count = 0
-    """Part `overlong` (DAPO, eq. 13): from 0 down to -1 over the last so many of rollout.max_new_tokens. 0: there is none."""
+    """Length penalty (DAPO, eq. 13), logged as reward part `overlong`: it falls from 0 to -1 over the last this many
+    tokens of rollout.max_new_tokens. 0: no penalty."""
     clip: PositiveFloat | None = None
-    """Largest absolute value of a response's whole reward, as advantages see it."""
+    """Largest absolute value of a response's total reward in the computation of advantages. null: no limit."""
     whiten: bool = False
-    """Advantages see rewards of mean 0 and deviation 1 over the step's responses."""
+    """Scale rewards to mean 0 and standard deviation 1 over the step's responses before advantages are computed."""
     timeout_s: PositiveFloat = 120.0
-    """Longest wait for a server's answer; it is asked three times."""
+    """Longest wait for the answer of a reward model's server, in seconds; each request is tried three times."""
 
 
 @section
 class EvalSetConfig:
-    """One of eval.sets. What is not given is as in the section data; of another task, as that section is by default."""
+    """One entry of eval.sets. Keys that are not given default to the values of the section data.
+
+    If the set has another task than the section data, they default to the defaults of that section.
+    """
 
     path: str | None = None
-    """Like data.eval_path: all of its rows are held out. null: the held-out prompts of the section data, or of the task."""
+    """Source of the set's rows, given like data.eval_path; all rows are held out. null: the held-out prompts of the
+    section data, or of the task."""
     task: str | None = None
-    """null: data.task."""
+    """Task of the set; null: data.task."""
     verifier: str | None = None
     prompt_key: str | None = None
     answer_key: str | None = None
@@ -221,42 +241,44 @@ class EvalSetConfig:
     template: str | None = None
     chat: bool | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the task; of data.task beside those of data.options, which they come before."""
+    """Options of the task. If the task is data.task, they are added to data.options and override them."""
     rewards: dict[str, float] | None = None
-    """Like data.rewards."""
+    """Weights of the reward parts, as in data.rewards."""
     prompts: Positive | None = None
-    """Most prompts of the set; by default eval.prompts."""
+    """Largest number of prompts of the set; null: eval.prompts."""
     samples: Positive | None = None
-    """null: eval.samples. eval.pass_at counts as far as it is not above it."""
+    """Number of responses to each prompt; null: eval.samples. Values of eval.pass_at above this number are left out for
+    the set."""
     greedy: bool | None = None
-    """null: eval.greedy."""
+    """Also sample one greedy response; null: eval.greedy."""
 
 
 @section
 class EvalConfig:
-    """Evaluation on held-out prompts; in SFT, the likelihood of their demonstrations, or of held-out texts."""
+    """Evaluation on held-out prompts. In SFT: the likelihood of held-out demonstrations or texts."""
 
     every: Count = 0
-    """Steps between evaluations; 0 evaluates before the first step and after the last."""
+    """Number of steps between evaluations. 0: evaluate only before the first step and after the last."""
     prompts: Count = 200
+    """Largest number of held-out prompts; 0: no evaluation."""
     likelihood: bool = False
-    """`megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, as SFT's evaluations
-    do, from the trainer's own passes: no engine is started, and nothing is sampled."""
+    """`megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, like the
+    evaluations of SFT. The trainer computes them; no SGLang server is started, and nothing is sampled."""
     samples: Annotated[Positive, read_by("train", "sample")] = 4
-    """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
+    """Number of responses to each prompt at the sampling temperature, for avg@n and pass@n."""
     pass_at: Annotated[list[Positive], read_by("train", "sample")] = dataclasses.field(default_factory=list)
-    """Also pass@k for these k, each below samples."""
+    """Further values k for which pass@k is reported, each at most samples."""
     greedy: Annotated[bool, read_by("train", "sample")] = True
-    """Also one greedy response to each prompt."""
+    """Also sample one greedy response to each prompt."""
     sets: dict[SetName, EvalSetConfig] = dataclasses.field(default_factory=dict)
-    """Several sets of held-out prompts by name, such as {aime24: {path: aime24, samples: 32}}: each has metrics of its own,
-    eval/NAME/score and so on, and none of its prompts is trained on. The held-out prompts of the section data are evaluated
-    beside them where data.eval_path is set; else eval/score (in SFT eval/loss) is the mean over the sets."""
+    """Several sets of held-out prompts by name, such as {aime24: {path: aime24, samples: 32}}. Each set has its own
+    metrics (eval/NAME/score and so on), and none of its prompts is trained on. If data.eval_path is set, the held-out
+    prompts of the section data are evaluated too; otherwise eval/score (in SFT eval/loss) is the mean over the sets."""
     unpruned: Annotated[bool, read_by("train", "sample")] = False
-    """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
-    pruning compare by one sampler. It samples everything a second time."""
+    """With pruning.enabled: also report the scores of the unpruned policy (eval/score_unpruned), so that runs with and
+    without vocabulary pruning are compared with the same sampler. This samples everything a second time."""
 
     @property
     def most_samples(self) -> int:
-        """Responses to a prompt of the set that has most."""
+        """Largest number of responses to a prompt over all sets."""
         return max(self.samples, *(one.samples or 0 for one in self.sets.values()), 0)

@@ -1,6 +1,6 @@
-"""A run's config from YAML and the command line, and back.
+"""Read the config of a run from YAML and the command line, and write it back.
 
-An unknown key, an old name or a bad value is an error that names the key and the nearest valid one.
+An unknown key, an old name or an invalid value is an error that names the key and the nearest valid one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_rl.errors import UserError
 
 @functools.cache
 def _fields(tree: Any) -> dict[str, Any]:
-    """Name -> type of a section's fields."""
+    """Return name -> type of a section's fields."""
     return typing.get_type_hints(tree)
 
 
 def key_paths(tree: Any = None, prefix: str = "") -> dict[str, Any]:
-    """All dotted keys of the tree with their types, sections left out: {'batch.prompts_per_step': int, ...}."""
+    """Return all dotted keys of the config with their types, without sections: {'batch.prompts_per_step': int, ...}."""
     paths = {}
     for name, kind in _fields(tree or Config).items():
         if dataclasses.is_dataclass(kind):
@@ -48,8 +48,8 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
         if name not in hints and f"{prefix}{name}" in key_paths():
             section_name, _, key = f"{prefix}{name}".rpartition(".")
             raise UserError(
-                f"config: '{prefix}{name}': dotted keys are for the command line; in a file '{section_name}' is a section:"
-                f" write '{key}:' below '{section_name}:'"
+                f"config: '{prefix}{name}': dotted keys work only on the command line; in a file, '{section_name}' is"
+                f" a section: write '{key}:' below '{section_name}:'"
             )
         if name not in hints:
             raise UserError(f"config: unknown key '{prefix}{name}'; {nearest_key(f'{prefix}{name}')}")
@@ -58,12 +58,12 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
 
 
 KNOWN_AS = {
-    "freeze_router": "that is model.freeze: ['*.mlp.router.*']; leave it out where it is false",
-    "normalize": "that is correction.denominator: weights; leave it out where it is false",
+    "freeze_router": "use model.freeze: ['*.mlp.router.*'] instead of true; leave it out instead of false",
+    "normalize": "use correction.denominator: weights instead of true; leave it out instead of false",
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"), "did you mean 'batch.epochs'?"),
-    "min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0",
+    "min_p": "use pruning.rho with pruning.enabled: true; leave it out instead of 0",
 }
-"""Another name of a key (its last part) -> what the error says about it."""
+"""Key (its last part) of other libraries -> hint in the error message."""
 RENAMED_KEYS = {
     "rollout.replay": "rollout.load",
     "sync.refresh.calm": "sync.refresh.hysteresis",
@@ -85,11 +85,11 @@ RENAMED_VALUES = {
     },
     "vp2o.on_violation": {"undo": "reject", "halve": "backtrack"},
 }
-"""Old values of a key -> their new names, for the error."""
+"""Old values of a key -> their new names, for the error message."""
 
 
 def nearest_key(key: str) -> str:
-    """A hint 'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
+    """Return a hint 'did you mean ...?' for a dotted key: the nearest key in its own section, else in the whole config."""
     paths = list(key_paths())
     if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
         return elsewhere
@@ -104,7 +104,7 @@ def nearest_key(key: str) -> str:
 
 
 def _check_values(values: dict, source: str) -> None:
-    """Errors: UserError for a value that has another name now."""
+    """Check that no value has an old name. Errors: UserError with the new name."""
     for key, names in RENAMED_VALUES.items():
         found: Any = values
         for part in key.split("."):
@@ -114,7 +114,10 @@ def _check_values(values: dict, source: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: 1e-6 is one, 010 is ten and 2:4 is none (PyYAML reads YAML 1.1: a string, eight and 124)."""
+    """YAML loader with the numbers of YAML 1.2: 1e-6 is a number, 010 is ten and 2:4 is a text.
+
+    PyYAML follows YAML 1.1 and reads these as a text, eight and 124.
+    """
 
 
 _FLOAT = r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -128,7 +131,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """0o10, 0x8, 0b1000 and 8; 1_000 is 1000, which YAML 1.2 has not, and this always took."""
+    """Return the integer of 0o10, 0x8, 0b1000 or 8. 1_000 is 1000: YAML 1.2 lacks this form, but configs use it."""
     text = str(loader.construct_scalar(node)).replace("_", "")
     return int(text, 0 if text.lstrip("+-")[1:2] in ("b", "o", "x") else 10)
 
@@ -137,11 +140,11 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 class _GivenTwice(yaml.MarkedYAMLError):
-    """A key that a mapping has twice: YAML forbids it, and PyYAML takes the last."""
+    """A key that occurs twice in a mapping: YAML forbids it, but PyYAML keeps the last value."""
 
 
 def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = None) -> None:
-    """Errors: _GivenTwice naming the key and both lines."""
+    """Check that no key occurs twice. Errors: _GivenTwice, which names the key and both lines."""
     seen = set() if seen is None else seen
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
@@ -162,7 +165,7 @@ def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = Non
 
 
 def yaml_problem(error: Exception) -> str:
-    """The problem and its place, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
+    """Return the problem and its place on one line, without the text of the file, which may contain a secret."""
     if isinstance(error, _GivenTwice):
         return str(error.problem)
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -172,7 +175,7 @@ def yaml_problem(error: Exception) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, with numbers as in YAML 1.2. Errors: YAMLError, also for a key that is given twice."""
+    """Return the value of a YAML text, with numbers as in YAML 1.2. Errors: YAMLError, also for a key that occurs twice."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -180,8 +183,8 @@ def parse_yaml(text: str) -> Any:
             return None
         _refuse_twice(node)
         return loader.construct_document(node)
-    except (AttributeError, LookupError, TypeError) as error:  # PyYAML's own of a value that its tag does not fit
-        raise yaml.YAMLError(f"a value is not of its tag ({error})") from None
+    except (AttributeError, LookupError, TypeError) as error:  # PyYAML, if a value does not fit its tag
+        raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
     finally:
         loader.dispose()
 
@@ -190,10 +193,11 @@ _NULL = ("null", "~", "")
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """Read a value of the command line. kind: the key's type; None where a task or a tool has keys of its own.
+    """Read a value of the command line. kind: type of the key; None for keys that a task or a tool defines itself.
 
-    Where a text is wanted it is what was typed, to the letter; null is none where there may be none. A list of texts is YAML in
-    brackets, or a,b. All else is YAML, and below keys of one's own a text that YAML takes for one is what was typed, too.
+    For a key of type text the value is exactly what was typed; null means none if the key may be none. A list of
+    texts is YAML in brackets, or a,b. All other values are YAML. For keys that a task or tool defines, a value that
+    YAML reads as a text is also exactly what was typed.
     """
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in kinds and text in _NULL:
@@ -211,11 +215,11 @@ def _parse_value(text: str, kind: Any) -> Any:
 
 
 _OPEN = ("agent.mcp_servers", "agent.tool_options", "data.options")
-"""Keys below which users have keys of their own."""
+"""Keys below which users define their own keys."""
 
 
 def _kind_of(key: str) -> Any:
-    """The type of a key; None of one below data.options and its like. Errors: UserError for a key that is not there."""
+    """Return the type of a key; None below data.options and similar keys. Errors: UserError for an unknown key."""
     paths = key_paths()
     if key in paths:
         return paths[key]
@@ -229,7 +233,7 @@ def _kind_of(key: str) -> Any:
 
 
 def _set(tree: dict, key: str, value: Any) -> None:
-    """Set a dotted key. Errors: UserError where the tree has something else than keys above it."""
+    """Set a dotted key. Errors: UserError if a parent of the key is not a section."""
     *above, last = key.split(".")
     for depth, part in enumerate(above):
         if tree.get(part) is None:
@@ -242,10 +246,11 @@ def _set(tree: dict, key: str, value: Any) -> None:
 
 
 def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
-    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` says what values are.
+    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` describes the values.
 
-    onto: the config's file, in which they are set, each in the place of what is there: {} empties a mapping, and keys below it
-    add to it. Of a key that is given twice the last counts, so that scripts may set what their caller may change.
+    onto: content of the config file, whose values the command line overrides: {} empties a mapping, and keys below a
+    mapping add to it. If a key occurs twice the last value counts, so that scripts can set defaults that their caller
+    may override.
     """
     tree = copy.deepcopy(onto or {})
     items = iter(arguments)
@@ -263,7 +268,7 @@ def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
         if key.startswith(_OPEN) and hidden(alone) != alone:
             remedy = "write env:NAME or file:PATH" if key.startswith(_OPEN[0]) else "write it in the config file"
             raise UserError(
-                f"command line: --{key} has a secret in it, which everybody on this machine can read: {remedy}"
+                f"command line: --{key} contains a secret, which everybody on this machine can read: {remedy}"
             )
         _set(tree, key, parsed)
     return tree
@@ -283,7 +288,7 @@ def _explain(error: ValidationError, source: str) -> str:
 
 
 def build_config(values: dict, source: str = "") -> Config:
-    """Validate a nested dict against the tree. Errors: UserError that names the key, the value and the nearest choice."""
+    """Validate a nested dict as a config. Errors: UserError that names the key, the value and the nearest choice."""
     _check_keys(values, Config)
     _check_values(values, source)
     try:
@@ -293,33 +298,36 @@ def build_config(values: dict, source: str = "") -> Config:
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file and command-line overrides (['--batch.prompts_per_step', '16']); without these the file has some key.
+    """Read a YAML file and command-line overrides, such as ['--batch.prompts_per_step', '16'].
 
-    Errors: UserError, one line that names the file.
+    Errors: UserError, one line that names the file; also for an empty file without overrides.
     """
     try:
         values = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"config {path}: it is no text in UTF-8: {error}") from None
+        raise UserError(f"config {path}: the file is not text in UTF-8: {error}") from None
     except _GivenTwice as error:
         raise UserError(f"config {path}: {yaml_problem(error)}") from None
     except (
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ) as error:  # the latter of dates that are none, and of deep nests
+    ) as error:  # ValueError: an invalid date; RecursionError: deep nesting
         raise UserError(f"config {path}: not YAML: {yaml_problem(error)}") from None
     if values is None and not overrides:
-        raise UserError(f"config {path}: it is empty: give at least model.path")
+        raise UserError(f"config {path}: the file is empty: give at least model.path")
     if not isinstance(values, dict | None):
-        raise UserError(f"config {path}: it has no mapping of keys to values, but a {type(values).__name__}")
+        raise UserError(f"config {path}: expected a mapping of keys to values, found a {type(values).__name__}")
     return build_config(parse_overrides(overrides or [], values), str(path))
 
 
 class _Dumper(yaml.SafeDumper):
-    """It quotes a text that either YAML takes for a number: 0809 is none in YAML 1.1, and `_Loader` reads 809."""
+    """YAML writer that quotes a text if YAML 1.1 or 1.2 reads it as a number.
+
+    An example is 0809: no number in YAML 1.1, but 809 for `_Loader`.
+    """
 
 
 _Dumper.yaml_implicit_resolvers = {
@@ -329,23 +337,24 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 def to_yaml(config: Config) -> str:
-    """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml: without secrets."""
+    """Return the whole config as YAML, with defaults and without secrets, as a run's config.yaml stores it."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
     return yaml.dump(hidden(plain), Dumper=_Dumper, sort_keys=False)
 
 
 # -- changes -------------------------------------------------------------------------------------------------------------
-# Which keys of a run's config are others than when its folder was last written.
+# Keys of a run's config that have changed since its folder was last written.
 
 
 FREE = ("steps", "runs_dir", "name")
-"""Keys whose change needs no mention."""
+"""Keys whose change is not reported."""
 
 
 def changed_keys(file: Path, now: str) -> list[str]:
-    """'optimizer.lr: 1e-05 -> 2e-05' for each key that differs between a config.yaml and the one to be written (as YAML).
+    """Return 'optimizer.lr: 1e-05 -> 2e-05' for each key that differs between a config.yaml and the new config (as YAML).
 
-    A key that one of the two lacks is 'absent' there. A file that is missing or no YAML has nothing to compare.
+    A key that only one of the two has is 'absent' in the other. If the file is missing or not YAML, the result is
+    empty.
     """
     try:
         before = yaml.safe_load(file.read_text())

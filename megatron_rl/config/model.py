@@ -1,4 +1,4 @@
-"""Keys of the model, its adapters, its optimizer, its layout and its compression."""
+"""Keys of the model, its adapters, optimizer, parallel layout, precision and compression."""
 
 from __future__ import annotations
 
@@ -13,102 +13,115 @@ from megatron_rl.config.section import Count, Fraction, NonNegativeFloat, Positi
 
 @section
 class ModelConfig:
-    """The policy model, its kernels and its memory."""
+    """The policy model, its kernels and its memory use."""
 
     path: str = ""
-    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written. Or an id of the hub:
-    owner/name, or owner/name@revision (branch, tag or commit), which is downloaded; the run keeps to the commit it meant. So
-    can other models be given."""
+    """Hugging Face folder of the model: config.json, safetensors, tokenizer. It is read at the start and never written.
+    Or an id on the Hugging Face Hub, owner/name or owner/name@revision (branch, tag or commit), which is downloaded;
+    the run keeps the commit of its first download. All other keys for models accept the same."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
+    """Activation recomputation (Megatron's recompute_granularity). `full` recomputes every layer."""
     flash_attention: Literal["torch", "auto", "FA3", "FA4"] = "torch"
-    """The attention kernel on GPUs, in bf16. torch: its own, FlashAttention 2. auto: FlashAttention 4 (the package
-    flash-attn-4) where it is installed and takes the model's heads on this GPU, else torch's. FA4: FlashAttention 4 or no
-    run. FA3: FlashAttention 3, which torch then takes in the place of its own."""
+    """Attention kernel on GPUs in bf16. `torch`: torch's own, FlashAttention 2; `auto`: FlashAttention 4 (package
+    flash-attn-4) if it is installed and supports the model's heads on this GPU, else torch's; `FA4`: FlashAttention 4,
+    and an error if it cannot run; `FA3`: FlashAttention 3, which replaces torch's own kernel."""
     kernels: Literal["compiled", "any"] = "compiled"
-    """On GPUs: compiled refuses to start where our CUDA kernels cannot run; any takes plain torch there, which is slower."""
+    """Kernels on GPUs. `compiled`: stop with an error if the CUDA kernels of this package cannot run; `any`: use plain
+    torch in that case, which is slower."""
     head_chunk_tokens: Positive = 2048
-    """Tokens whose logits exist at a time: the head's memory is this times the vocabulary."""
+    """Number of tokens whose logits are in memory at the same time. The output head needs this times the vocabulary
+    size in memory."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens reach their experts; flex needs DeepEP."""
+    """Megatron's method of sending tokens to their experts; `flex` needs DeepEP."""
     moe_router_fusion: bool = False
-    """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = none alone."""
+    """Use Transformer Engine's fused router (GPUs). It cannot replay routes and needs routing.source = none."""
     moe_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss of each MoE layer; RL usually keeps it at 0, SFT of a fresh router does not. It is
-    a mean over all tokens, prompts included; docs/how-it-works.md has the formula, and how Hugging Face's differs."""
+    """Coefficient of the load-balancing loss of each MoE layer, a mean over all tokens, prompts included. RL usually
+    keeps it at 0; SFT of an untrained router needs it. docs/how-it-works.md has the formula, and the difference from
+    Hugging Face's."""
     moe_z_loss: NonNegativeFloat = 0.0
-    """Coefficient of the routers' z-loss, the mean over all tokens of logsumexp(logits)^2 in each MoE layer (ST-MoE: 1e-3)."""
+    """Coefficient of the routers' z-loss: the mean over all tokens of logsumexp(logits)^2 in each MoE layer (ST-MoE:
+    1e-3)."""
     moe_bias_update_rate: NonNegativeFloat = 0.0
-    """Balance without a loss, of models whose routers have a bias for each expert (DeepSeek-V3: 1e-3): after each update the
-    biases of experts with more than the mean load fall by so much, and the others rise. Not in RL."""
+    """Load balancing without a loss, for models whose routers have a bias per expert (DeepSeek-V3: 1e-3). After each
+    update, biases of experts with more than the mean load fall by this amount and all others rise by it. Not in RL."""
     freeze: list[str] = dataclasses.field(default_factory=list)
-    """Weights that are not trained: glob patterns over the names of Megatron's parameters (of its layers without Transformer
-    Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*. They have no
-    gradient and no optimizer state, and are pushed and saved like the others."""
+    """Weights that are not trained: glob patterns for the names of Megatron's parameters (in its layers without
+    Transformer Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*.
+    They have no gradient and no optimizer state; they are pushed to SGLang and saved like all others."""
     keep_zeros: bool | list[str] = False
-    """Weights that are zero when training starts stay zero, as those that `megatron-rl prune` has removed: in all linear layers
-    of attention, MLPs and experts, or in those whose names match these patterns (as of freeze). Not those of a critic."""
+    """Keep weights at zero if they are zero when training starts, such as those removed by `megatron-rl prune`. true:
+    in all linear layers of attention, MLPs and experts. A list: in the layers whose names match these patterns (see
+    model.freeze). The critic's weights are not affected."""
     attention_sinks: Literal["exact", "ignored"] = "exact"
-    """For experiments. ignored: the trainer's attention leaves the model's sinks out, as a kernel that knows none does; they
-    stay in the model as they are, without a gradient, and the engine goes on using them."""
+    """`ignored` (experiments only) simulates a trainer kernel without sink support: the trainer leaves the model's
+    attention sinks out and does not train them, while SGLang still uses them."""
 
 
 @section
 class LoRAConfig:
-    """Low-rank adapters, which are trained in the place of the model's weights: by SFT, DPO, reward models and RL alike."""
+    """Low-rank adapters, trained instead of the model's weights. They work in SFT, DPO, reward models and RL."""
 
     rank: Count = 0
-    """Rank r of each adapter, B A with A [r, in] and B [out, r]; 0: there are none, and all weights are trained."""
+    """Rank r of each adapter B A, with A [r, in] and B [out, r]. 0: no adapters, and all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """Scale of an adapter: it adds alpha / rank x B A x."""
+    """Scale of the adapters: each adds alpha / rank x B A x."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that an update leaves out. In RL the policy that samples has none: keep it at 0 there."""
+    """Dropout probability of an adapter's inputs in updates. In RL the sampling policy has no dropout, so keep it at 0."""
     targets: list[str] = dataclasses.field(
         default_factory=lambda: ["*.self_attention.linear_*", "*.mlp.linear_fc*", "*.mlp.*experts.*linear_fc*"]
     )
-    """Linear layers that get an adapter: glob patterns over the names of their weights, as those of model.freeze. By default
-    all of attention and experts; *.mlp.router.* adds the routers."""
+    """Linear layers with an adapter: glob patterns for the names of their weights (see model.freeze). By default all of
+    attention and experts; *.mlp.router.* adds the routers."""
     kind: Literal["lora", "dora"] = "lora"
-    """lora (Hu et al. 2021), or dora (Liu et al. 2024): the length of each row of the weights is trained by itself."""
+    """`lora` (Hu et al. 2021), or `dora` (Liu et al. 2024), which also trains the norm of each row of the weights
+    separately."""
     path: str | None = None
-    """Folder in PEFT's format whose adapters these start as. By default B is zero: the policy starts as the model itself."""
+    """Folder in PEFT's format with initial adapters. By default B is zero, so that training starts from the model
+    itself."""
 
 
 @section
 class OptimizerConfig:
-    """The optimizer, its schedule and where its state lies."""
+    """The optimizer, its learning rate schedule and the place of its state."""
 
     name: Literal["adam", "sgd"] = "adam"
-    """adam: AdamW (Loshchilov and Hutter 2019). sgd: stochastic gradient descent with momentum, as torch's; it keeps one number
-    a weight where Adam keeps two, and Megatron does not shard them: it needs parallel.distributed_optimizer: false."""
+    """Optimizer. `adam`: AdamW (Loshchilov and Hutter 2019). `sgd`: stochastic gradient descent with momentum, as in
+    torch. sgd keeps one number per weight instead of two; Megatron does not shard its state, so it needs
+    parallel.distributed_optimizer: false."""
     lr: PositiveFloat = 1e-6
+    """Learning rate after the warmup."""
     betas: Annotated[tuple[Fraction, Fraction], only_with(".name", "adam")] = (0.9, 0.95)
+    """Decay rates of Adam's two moments."""
     eps: Annotated[PositiveFloat, only_with(".name", "adam")] = 1e-8
+    """Number that Adam adds to the denominator of a step."""
     momentum: Annotated[Fraction, only_with(".name", "sgd")] = 0.9
-    """Factor by which the running sum of gradients, which is what steps, falls at each update; 0 keeps no sum."""
+    """Decay factor of SGD's running sum of gradients at each update; 0: no momentum."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled from the gradient with adam, added to it (after clipping) with sgd."""
+    """Weight decay: decoupled from the gradient with adam; added to the gradient, after clipping, with sgd."""
     clip_grad: NonNegativeFloat = 1.0
-    """Norm to which gradients are clipped; 0 does not clip."""
+    """Largest norm of the gradient; larger gradients are scaled down to it. 0: no clipping."""
     warmup_steps: Count = 0
-    """Optimizer updates over which the learning rate rises."""
+    """Number of optimizer updates in which the learning rate rises to lr."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate schedule after the warmup."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the decay, as a share of lr."""
+    """Learning rate at the end of the decay, as a fraction of lr."""
     decay_steps: Positive | None = None
-    """Optimizer updates until the end of the decay; by default all updates of the run."""
+    """Number of optimizer updates until the end of the decay; by default all updates of the run."""
     cpu_offload: Annotated[Fraction, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
         0.0
     )
-    """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
-    by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
+    """Share of the optimizer state (fp32 weights and moments, 12 bytes per parameter) that is kept in host memory and
+    updated by the CPU. This share needs 16 bytes per parameter of host memory and no GPU memory. The model must train
+    in a 16-bit format."""
     precision_aware: Annotated[bool, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
         False
     )
-    """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
-    bytes a parameter instead of 12."""
+    """Use Transformer Engine's Adam that stores only those 16 bits of the fp32 weights that the bf16 weights lack.
+    Results are the same; the state takes 10 bytes per parameter instead of 12."""
     moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam"), only_with(".precision_aware")] = "fp32"
-    """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
+    """Format of both moments of Adam. `bf16` needs precision_aware and reduces its 10 bytes per parameter to 6."""
 
 
 @section
@@ -116,76 +129,83 @@ class ParallelConfig:
     """Parallel layout of the trainer."""
 
     tensor: Positive = 1
-    """Tensor parallelism; above 1 it always brings sequence parallelism."""
+    """Tensor parallel size. A size above 1 also turns on sequence parallelism."""
     pipeline: Positive = 1
+    """Pipeline parallel size."""
     virtual_pipeline: Positive = 1
-    """Model chunks per pipeline stage (interleaved schedule when above 1)."""
+    """Number of model chunks per pipeline stage. A number above 1 selects the interleaved schedule."""
     expert: Positive = 1
+    """Expert parallel size."""
     expert_tensor: Positive | None = None
-    """Tensor parallelism inside an expert; by default that of the rest of the model when expert = 1, else 1."""
+    """Tensor parallel size inside an expert. By default `tensor` if expert = 1, else 1."""
     context: Positive = 1
+    """Context parallel size."""
     cp_comm_type: Literal["a2a", "all_gather"] = "a2a"
-    """How attention reaches the tokens of other context-parallel ranks: a2a exchanges heads for tokens (less traffic; the ranks
-    must divide the heads), all_gather gathers keys and values (any number of heads)."""
+    """Communication of attention between context-parallel ranks. `a2a`: exchange heads for tokens (less traffic; the
+    number of ranks must divide the number of heads); `all_gather`: gather keys and values (any number of heads)."""
     distributed_optimizer: bool = True
-    """Shard the optimizer's state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
     overlap_param_gather: Annotated[bool, only_with(".distributed_optimizer", True)] = False
-    """Gather the sharded weights during the next forward, layer by layer, instead of after the optimizer's step."""
+    """Gather the sharded weights layer by layer during the next forward pass, instead of after the optimizer's update."""
     timeout_s: PositiveFloat = 600.0
-    """Longest wait in a collective before the run stops."""
+    """Longest wait in a collective operation, in seconds, before the run stops."""
 
 
 @section
 class PrecisionConfig:
-    """Number formats of trainer and engine."""
+    """Number formats of the trainer and of SGLang."""
 
     train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
-    """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantization
-    by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
+    """Format of the trainer's matrix products. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU. Without a
+    GPU, fp8_tensorwise and fp8_blockwise are simulated (fake quantization by ModelOpt). `megatron-rl doctor` lists the
+    formats that can run on this machine."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are summed and reduced; bf16 takes 2 bytes a parameter, not 4, and rounds each micro-batch."""
+    """Format in which gradients are summed and reduced. `bf16` takes 2 bytes per parameter instead of 4, and rounds at
+    each micro-batch."""
     rollout: Annotated[Literal["bf16", "fp32", "fp8"], read_by("train", "sample")] = "bf16"
-    """Format of the engine's weights and products. fp8: weights are quantized in blocks of 128 x 128 when they are pushed."""
+    """Format of SGLang's weights and products. `fp8`: weights are quantized in blocks of 128 x 128 when they are
+    pushed."""
     fp32_lm_head: bool = False
-    """Logits in fp32 on both sides, from hidden states and head weights as they are: bf16 logits of 16 to 32 are 0.125
-    apart."""
+    """Compute logits in fp32 on both sides, from unchanged hidden states and head weights. In bf16, neighboring logits
+    between 16 and 32 are 0.125 apart."""
     identical: bool = False
-    """Engine and trainer compute with the same batch-invariant operators, so that log-probs of the same weights and tokens
-    are equal to the last bit. `megatron-rl certify` proves it for a model and a layout."""
+    """Compute with the same batch-invariant operators in SGLang and in the trainer, so that log-probs of the same
+    weights and tokens are equal to the last bit. `megatron-rl certify` proves this for a model and a layout."""
 
 
 @section
 class PruneConfig:
-    """Parts that `megatron-rl prune` removes from a model; the section pruning is of the vocabulary, in RL."""
+    """Parts of the model that `megatron-rl prune` removes. The section pruning is about the vocabulary, in RL."""
 
     layers: Positive | None = None
-    """Layers that stay: those that turn their input the most (block influence)."""
+    """Number of decoder layers to keep: those that change the direction of their input most (block influence)."""
     heads: Positive | None = None
-    """Query heads of a layer that stay, in whole groups with their key-value heads: those that add the most to the output."""
+    """Number of query heads to keep in each layer, in whole groups with their key-value heads: those that contribute
+    most to the output."""
     width: Positive | None = None
-    """Inner channels that stay in each dense MLP."""
+    """Number of inner channels to keep in each dense MLP."""
     experts: Positive | None = None
-    """Experts that stay in each MoE layer."""
+    """Number of experts to keep in each MoE layer."""
     expert_width: Positive | None = None
-    """Inner channels that stay in each expert, and in shared experts as many times as they are wider."""
+    """Number of inner channels to keep in each expert. Shared experts keep proportionally more if they are wider."""
     expert_importance: Literal["reap", "frequency"] = "reap"
-    """reap: mean of gate x norm of the output over the tokens that are sent to an expert; frequency: how many are sent."""
+    """Importance of an expert. `reap`: mean of gate x norm of the expert's output over its tokens; `frequency`: number
+    of its tokens."""
     channel_importance: Literal["activation", "wanda"] = "activation"
-    """Importance of an inner channel: mean |activation|; or wanda: root mean square of the activation x norm of the
-    weights behind it.
-    """
+    """Importance of an inner channel. `activation`: mean |activation|; `wanda`: root mean square of the activation x
+    norm of the weights that read it."""
     calibration_samples: Positive = 128
-    """Demonstrations, or pieces of texts, on which importance is measured."""
+    """Number of demonstrations, or of pieces of texts, on which importance is measured."""
     sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"
-    """Zeros among the weights that stay: unstructured: a share ratio of each row; N:M such as 2:4: all but N of every M
-    neighbors along a layer's input."""
+    """Zeros among the remaining weights. `unstructured`: a share `ratio` of each row; `N:M`, such as 2:4: all but N of
+    every M neighboring weights along a layer's input."""
     method: Annotated[Literal["magnitude", "wanda", "sparsegpt"], only_with(".sparsity", example="'2:4'")] = "wanda"
-    """Which weights become zero. magnitude: the smallest; wanda: those of the smallest |W| x norm of their input; sparsegpt:
-    those whose loss the others can make up for best, and these then do."""
+    """Choice of the weights that become zero. `magnitude`: the smallest; `wanda`: those with the smallest |W| x norm of
+    their input; `sparsegpt`: those whose loss the other weights can best compensate, which are then adjusted."""
     ratio: Annotated[float, Field(gt=0, lt=1), only_with(".sparsity", "unstructured")] = 0.5
     """unstructured: share of the weights that become zero."""
     targets: Annotated[list[str], only_with(".sparsity", example="'2:4'")] = dataclasses.field(default_factory=list)
-    """Weights that get zeros: patterns as of model.freeze; empty: all linear layers of attention, MLPs and experts."""
+    """Weights that get zeros: patterns as in model.freeze. Empty: all linear layers of attention, MLPs and experts."""
 
 
 @section
@@ -193,9 +213,10 @@ class QuantizeConfig:
     """Post-training quantization for serving (`megatron-rl quantize`) of the model at model.path, calibrated on data."""
 
     format: Literal["fp8_tensor", "int4"] = "fp8_tensor"
-    """fp8_tensor: weights and inputs in e4m3, one scale for each matrix and one for each layer's inputs, from calibration.
-    int4: weights alone, one scale for 128 inputs of an output, with the least error on the calibration data."""
+    """Format of the quantized model. `fp8_tensor`: weights and inputs in e4m3, with one scale per matrix and one per
+    layer's inputs, from calibration. `int4`: weights only, with one scale per 128 inputs of an output, chosen for the
+    smallest error on the calibration data."""
     calibration_samples: Positive = 128
-    """Demonstrations, or pieces of texts, of the training data by which scales are chosen."""
+    """Number of demonstrations, or of pieces of texts, of the training data from which scales are computed."""
     keep_layers: list[Count] = dataclasses.field(default_factory=list)
-    """Decoder layers that stay as they are; 0 is the first."""
+    """Decoder layers that are not quantized; 0 is the first."""

@@ -1,4 +1,4 @@
-"""Optimizers that `optimizer.name` may be: what Megatron is told of each, and what each keeps for a weight."""
+"""Optimizers that `optimizer.name` can select: their Megatron settings and the state that they keep per weight."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from megatron_rl.config.model import OptimizerConfig
 class Optimizer:
     """An optimizer of Megatron-Core, which is built by its name in `OPTIMIZERS`.
 
-    How it steps is not said here: `StepPreview` has the optimizer itself step on copies.
+    The rule of its update is not described here: `StepPreview` lets the optimizer itself step on copies.
     """
 
     settings: Callable[[OptimizerConfig], dict[str, Any]]
-    """Fields of Megatron's OptimizerConfig that belong to this optimizer alone."""
+    """Fields of Megatron's OptimizerConfig that only this optimizer has."""
     states: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Names, in the optimizer's state, of the tensors of a weight's size that it keeps: fp32 but for optimizer.moments."""
+    """Names of the tensors of a weight's size in the optimizer state: fp32, unless optimizer.moments says otherwise."""
     classes: tuple[str, ...]
-    """Names of classes whose state is made here for a checkpoint; that of others Megatron makes."""
+    """Names of the classes whose state this package initializes for checkpoints; Megatron initializes the state of
+    others."""
     counts_steps: bool
-    """True if these keep a count of steps for each weight, `step`."""
+    """True if these classes keep a step count, `step`, for each weight."""
     sharded: bool
-    """True if Megatron's distributed optimizer takes it."""
+    """True if Megatron's distributed optimizer supports it."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Optimizer(
         settings=lambda opt: {"adam_beta1": opt.betas[0], "adam_beta2": opt.betas[1], "adam_eps": opt.eps},
         states=lambda opt: ("exp_avg", "exp_avg_sq"),
-        classes=("Adam", "AdamW"),  # torch's, of which Megatron asks the step, which only one that was used has
+        classes=("Adam", "AdamW"),  # torch's: Megatron reads `step`, which exists only after a step
         counts_steps=True,
         sharded=True,
     ),

@@ -1,4 +1,4 @@
-"""Sizes that follow from a config and a number of processes: data-parallel size, shares, batches. Pure arithmetic."""
+"""Sizes derived from a config and a number of processes: data-parallel size, shares of ranks, batches. Only arithmetic."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_rl.config.conditions import Kind as Kind
 from megatron_rl.errors import UserError
 
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
-"""Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
+"""Advantages (algorithm.advantage) that do not compare a response with other responses to its prompt."""
 OFFLINE = ("sft", "reward", "dpo", "prune", "score", "quantize")
-"""Kinds that need data alone, without an engine."""
+"""Kinds of runs that need only data, no SGLang server."""
 READ_ONLY = ("prune", "score", "quantize", "sample")
-"""Kinds that train nothing, and leave a run's checkpoints as they are."""
+"""Kinds of runs that train nothing and leave a run's checkpoints unchanged."""
 
 
 def reference_of(path: str, dpo: DPOConfig, policy_reference: str | None, kind: Kind) -> str | None:
-    """Folder of the reference that a run of this kind holds beside its model from the first step on; None: none.
+    """Return the folder of the reference model that a run of this kind keeps beside its model from the first step; None: none.
 
-    path: the model's. policy_reference: as of `Config`.
+    path: folder of the model. policy_reference: see `Config.policy_reference`.
     """
     if kind == "dpo" and not dpo.precompute_reference:
         return dpo.reference or path
@@ -28,7 +28,7 @@ def reference_of(path: str, dpo: DPOConfig, policy_reference: str | None, kind: 
 
 
 def critic_config(config: Config) -> Config:
-    """The config of the critic's own trainer, without what is of policies."""
+    """Return the config of the critic's own trainer, without settings that only a policy has."""
     critic = config.critic
     model = replace(
         config.model,
@@ -38,30 +38,31 @@ def critic_config(config: Config) -> Config:
         moe_z_loss=0.0,
         moe_bias_update_rate=0.0,
     )
-    start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
+    start = None if model.path != config.model.path else config.lora.path  # adapters fit only the policy's model
     lora = replace(config.lora, path=start)
     return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a run; every one is derived from `batch`, `parallel` and the number of processes."""
+    """Sizes of a run, all derived from `batch`, `parallel` and the number of processes."""
 
     world_size: int
     data_parallel: int
     model_parallel: int
-    """Processes that hold one copy of the model: tensor x pipeline x context."""
+    """Number of processes that hold one copy of the model: tensor x pipeline x context."""
     trajectories_per_leader: int
-    """Responses that a data-parallel leader asks for in one step; where they do not divide, some ask for one more."""
+    """Number of responses that a data-parallel leader asks for in one step, rounded down; some leaders ask for one
+    more."""
     trajectories_per_step: int
     trajectories_per_update: int
-    """Trajectories of one update, over all ranks."""
+    """Number of trajectories of one update, over all ranks."""
     updates_per_step: int
-    """Updates of one epoch."""
+    """Number of updates of one epoch."""
     epochs: int = 1
 
     def lines(self, kind: Kind) -> list[str]:
-        """The table printed at the start of a run of this kind."""
+        """Return the table that a run of this kind prints at its start."""
         processes = f"{self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model"
         if kind != "train":
             what = {"sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons"}.get(kind)
@@ -78,19 +79,22 @@ class Plan:
 
 
 def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Share of the time of an update's passes in which a pipeline stage has nothing to do: (p - 1) / (m v + p - 1).
+    """Return the idle share of a pipeline stage's time in the passes of an update: (p - 1) / (m v + p - 1).
 
-    p stages, m micro-batches of an update on a data-parallel rank, each stage in v virtual ones (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2, which gives it as a share of the other time: (p - 1) / (m v)). Passes are as long on every stage.
-    Interleaved schedules (v > 1) take micro-batches in rounds of p, the last of which is filled up with empty ones; these are
-    counted as work. A pass of scoring, forward alone, has the same share.
+    p: number of stages; m: micro-batches of an update on a data-parallel rank; v: virtual stages per stage (Narayanan
+    et al. 2021, arXiv 2104.04473, section 2.2, which gives the idle time relative to the busy time: (p - 1) / (m v)).
+    All stages are assumed to take equally long. Interleaved schedules (v > 1) process micro-batches in rounds of p.
+    Empty micro-batches that fill up the last round count as work. A scoring pass (forward only) has the same share.
     """
     filled = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
     return (stages - 1) / (filled * virtual + stages - 1)
 
 
 def total_updates(steps: int, batch: BatchConfig, advantage: str, critic: CriticConfig, kind: Kind) -> int:
-    """Updates of a run's model, by which its learning rate falls: of steps behind those in which the critic alone learns."""
+    """Return the number of updates of the model in a run, without steps that train only the critic.
+
+    The learning rate schedule counts these updates.
+    """
     if kind != "train":
         return steps
     alone = critic.warmup_steps if advantage == "gae" else 0
@@ -98,21 +102,24 @@ def total_updates(steps: int, batch: BatchConfig, advantage: str, critic: Critic
 
 
 def check_group(batch: BatchConfig, advantage: str) -> None:
-    """Errors: UserError where RL has no group to compare a response with."""
+    """Check that RL has a group of responses to compare. Errors: UserError if it has none."""
     if batch.samples_per_prompt < 2 and advantage not in WITHOUT_GROUPS:
         raise UserError(
-            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
-            f" always be 0; use 2 or more, or algorithm.advantage: {' or '.join(WITHOUT_GROUPS)}"
+            "config: batch.samples_per_prompt = 1 leaves no other response to compare with, so every advantage would"
+            f" be 0; use 2 or more, or algorithm.advantage: {' or '.join(WITHOUT_GROUPS)}"
         )
 
 
 def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> Plan:
-    """Derive the sizes. Errors: UserError naming the key whose size does not divide, with the nearest that does."""
+    """Derive the sizes of a run.
+
+    Errors: UserError that names the key whose size does not divide, and the nearest size that does.
+    """
     model_parallel = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % model_parallel:
         raise UserError(
-            f"config: parallel.tensor x pipeline x context = {model_parallel} does not divide the {world_size} processes;"
-            f" start a multiple of {model_parallel} (--nproc)"
+            f"config: parallel.tensor x pipeline x context = {model_parallel} does not divide the {world_size}"
+            f" processes; start a multiple of {model_parallel} processes (--nproc)"
         )
     expert_parallel = parallel.expert * (parallel.expert_tensor or 1) * parallel.pipeline
     if world_size % expert_parallel:
@@ -133,8 +140,9 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
         step = batch.updates_per_step // math.gcd(batch.updates_per_step, batch.samples_per_prompt)
         needed = -(-data_parallel * batch.updates_per_step // (batch.samples_per_prompt * step)) * step
         raise UserError(
-            f"config: an update of {per_update} trajectories (batch.prompts_per_step x samples_per_prompt / updates_per_step)"
-            f" leaves some of the {data_parallel} data-parallel ranks none; raise batch.prompts_per_step to {needed}"
+            f"config: an update of {per_update} trajectories (batch.prompts_per_step x samples_per_prompt /"
+            f" updates_per_step) leaves some of the {data_parallel} data-parallel ranks without a trajectory; raise"
+            f" batch.prompts_per_step to {needed}"
         )
     return Plan(
         world_size=world_size,
@@ -149,12 +157,12 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
 
 
 def share_of(total: int, rank: int, size: int) -> range:
-    """One rank's share of `total` ordered things: neighbors, and as many as each of the `size` ranks has, or one less."""
+    """Return one rank's share of `total` ordered items, a contiguous range. The shares of ranks differ by at most one item."""
     return range(rank * total // size, (rank + 1) * total // size)
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor parallelism inside an expert: as given, else the model's if there is no expert parallelism, else 1."""
+    """Return the tensor parallel size inside an expert: as configured, else the model's without expert parallelism, else 1."""
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return parallel.tensor if parallel.expert == 1 else 1

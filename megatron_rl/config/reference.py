@@ -1,4 +1,4 @@
-"""The keys of the config as this package declares them: type, default and meaning, read from its source."""
+"""Reference of the config keys: type, default and meaning of each, read from the source of this package."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_rl.config.load import nearest_key
 from megatron_rl.errors import UserError
 
 Row = tuple[str, str, str, str]
-"""(key, type, default, meaning)."""
+"""One key: (key, type, default, meaning)."""
 
 
 def all_keys() -> list[Row]:
-    """All keys of the tree, section by section."""
+    """Return all keys of the config, section by section."""
     trees = [ast.parse(file.read_text()) for file in sorted(Path(config.__file__).parent.glob("*.py"))]
     sections = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
     return _rows({section.name: section for section in sections}, "Config")
 
 
 def _plain(annotation: ast.expr) -> str:
-    """A type without what is declared of the key beside it."""
+    """Return a type without the conditions that are declared beside it."""
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Annotated":
         return ast.unparse(annotation)
     kind, *metadata = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
@@ -33,7 +33,7 @@ def _plain(annotation: ast.expr) -> str:
 
 
 def print_keys(prefix: str = "") -> None:
-    """Print the keys that begin with `prefix`. Errors: UserError where none does."""
+    """Print the keys that begin with `prefix`. Errors: UserError if there is no such key."""
     found = [row for row in all_keys() if row[0].startswith(prefix)]
     if not found:
         raise UserError(f"keys: no key begins with '{prefix}'; {nearest_key(prefix)}")
@@ -46,7 +46,7 @@ def print_keys(prefix: str = "") -> None:
 def _rows(
     classes: dict[str, ast.ClassDef], name: str, prefix: str = "", above: tuple[conditions.Condition, ...] = ()
 ) -> list[Row]:
-    """Rows of a section and, below it, of the sections inside it. above: conditions of the sections that it is in."""
+    """Return the rows of a section, then those of its nested sections. above: conditions of the enclosing sections."""
     body, found, nested = classes[name].body, [], []
     declared = conditions.declarations(getattr(config, name))
     for index, node in enumerate(body):

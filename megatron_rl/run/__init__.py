@@ -1,1 +1,1 @@
-"""Everything before and around a run: plan, memory, checks, doctor, and the run itself."""
+"""Everything around a run: doctor, cluster jobs, trainer processes, the run's folder, and the run itself."""

@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: what this machine has, and what each missing part costs."""
+"""`megatron-rl doctor`: show what this machine has, and which features each missing part disables."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_rl.errors import UserError
 from megatron_rl.servers.own_environment import cuda_tools, find_python, plugin_problem
 
 ENGINE_TIMEOUT_S = 120.0
-"""Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
+"""Longest wait, in seconds, for SGLang's environment to import SGLang; it takes a few seconds on an idle machine."""
 
 State = Literal["ok", "missing", "warning", "error"]
 Look = str | tuple[State, str, str] | None
-"""The version of what is there, or None; or state, found and note."""
+"""Result of a look: the version that was found, or None; or (state, found, note)."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,30 @@ class Finding:
 
     part: str
     state: State
-    """missing: runs work without it, at a cost; warning: something looks wrong; error: `megatron-rl train` with the config's
-    defaults could not start here."""
+    """missing: runs work without the part, with fewer features or slower; warning: something looks wrong; error:
+    `megatron-rl train` with the default config cannot start here."""
     found: str
     note: str = ""
-    """Cost of its absence, or the remedy."""
+    """Cost of a missing part, or the remedy."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the doctor's table: what is looked for, and what its absence or its failure means."""
+    """A row of the doctor's table: how to look for a part, and what it means if the part is absent or the look fails."""
 
     part: str
     look: Callable[[], Look]
     cost: str = ""
-    """Note where it is not there."""
+    """Note if the part is absent."""
     absent: State = "missing"
     broken: State = "warning"
-    """State where the look itself fails."""
+    """State if the look itself fails."""
 
     def finding(self) -> Finding:
-        """The finding on this machine. A broken package must not keep the others from being seen."""
+        """Return the finding on this machine.
+
+        An exception becomes a finding, so that one broken package does not hide others.
+        """
         try:
             found = self.look()
         except Exception as error:
@@ -64,7 +67,7 @@ class Check:
 
 
 def doctor(as_json: bool = False) -> int:
-    """Print the findings. Returns the exit status: 1 if an error keeps a run from starting here, else 0."""
+    """Print the findings. Returns the exit status: 1 if an error prevents a run from starting here, else 0."""
     findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -74,7 +77,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings."""
+    """Return all findings."""
     engine = _start_engine_probe()
     return [check.finding() for check in (*CHECKS, Check("SGLang", lambda: _sglang(engine)))]
 
@@ -93,7 +96,7 @@ def _print_table(findings: list[Finding]) -> None:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -101,7 +104,7 @@ def version_of(package: str) -> str | None:
 
 
 def _has_module(name: str) -> bool:
-    """True if a module can be found, without importing it (its parent packages are imported)."""
+    """Return whether a module can be found, without importing it (its parent packages are imported)."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, AttributeError, ValueError):
@@ -121,7 +124,7 @@ def _python() -> Look:
     version = platform.python_version()
     if sys.version_info[:2] == (3, 12):
         return f"{version} at {sys.executable}"
-    return "warning", version, "the pinned packages are those of Python 3.12: run tools/setup.sh"
+    return "warning", version, "the pinned packages are for Python 3.12: run tools/setup.sh"
 
 
 def _machine() -> Look:
@@ -144,9 +147,11 @@ def _torch() -> Look:
         return f"{found}, {gpus}"
     found += ", no GPU"
     if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-        note = "there is an NVIDIA driver, but torch cannot use it: compare its CUDA version (nvidia-smi) with torch's"
+        note = (
+            "an NVIDIA driver is installed, but torch cannot use it: compare its CUDA version (nvidia-smi) with torch's"
+        )
         return "warning", found, note
-    return "missing", found, "right for tests, the quickstart and tiny models alone"
+    return "missing", found, "enough for tests, the quickstart and tiny models"
 
 
 def _megatron_without_gpu() -> Look:
@@ -156,10 +161,10 @@ def _megatron_without_gpu() -> Look:
 
     if torch.cuda.is_available():
         missing = ", ".join(sorted(cpu_platform.missing_parts()))
-        note = f"Megatron and SGLang run as they are on a GPU{', but for missing packages' if missing else ''}"
-        return "ok", f"fills in for: {missing}" if missing else "inactive", note
-    note = "there is no CUDA: megatron_rl/platform/ is what makes Megatron-Core and SGLang run here;"
-    note += " `python -m megatron_rl.platform` lists what it replaces"
+        note = f"Megatron and SGLang run unchanged on a GPU{', except for missing packages' if missing else ''}"
+        return "ok", f"replaces: {missing}" if missing else "inactive", note
+    note = "no CUDA: megatron_rl/platform/ lets Megatron-Core and SGLang run here;"
+    note += " `python -m megatron_rl.platform` lists the parts that it replaces"
     return "ok", f"active ({Path(cpu_platform.__file__).parent.name}/)", note
 
 
@@ -170,8 +175,8 @@ def _transformer_engine() -> Look:
 
     version = version_of("transformer-engine")
     if not torch.cuda.is_available():
-        found = f"{version}, left alone" if version else "not installed"
-        return "missing", found, "it computes on a GPU alone: local layers, and FP8 is simulated"
+        found = f"{version}, not used" if version else "not installed"
+        return "missing", found, "it needs a GPU: Megatron's local layers are used, and FP8 is simulated"
     try:
         return (version or "found") if has_transformer_engine() else None
     except UserError as error:
@@ -179,7 +184,7 @@ def _transformer_engine() -> Look:
 
 
 def _recipes(side: Literal["trainer", "rollout"]) -> Look:
-    """The recipes of precision.train or precision.rollout that run here, by the check that admits or refuses a run."""
+    """Return the recipes of precision.train or precision.rollout that run here, by the same check that a run makes."""
     from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
     machine = this_machine()
@@ -188,7 +193,7 @@ def _recipes(side: Literal["trainer", "rollout"]) -> Look:
     here = [a.recipe for a in found["runs"]] + [f"{a.recipe} (simulated)" for a in found["simulated"]]
     notes = [f"simulated: {reason}" for reason in {a.reason: 0 for a in found["simulated"]}]
     notes += [f"{a.recipe} {a.reason}" for a in found["cannot"]]
-    notes += [] if machine.fast_bf16 else [f"{SLOW_BF16}: take fp32"]
+    notes += [] if machine.fast_bf16 else [f"{SLOW_BF16}: use fp32"]
     return "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes)
 
 
@@ -201,12 +206,12 @@ def _flash_attention() -> Look:
     try:
         taken = flash.activate("auto", gpu)
     except ValueError as error:
-        return "error", names, f"{error}; model.flash_attention: torch does without it"
-    return "ok", names, f"model.flash_attention: auto takes {taken} here, in bf16" if gpu and len(found) > 1 else ""
+        return "error", names, f"{error}; set model.flash_attention: torch, which does not need it"
+    return "ok", names, f"model.flash_attention: auto uses {taken} here, in bf16" if gpu and len(found) > 1 else ""
 
 
 def _apex() -> Look:
-    """Look for NVIDIA's Apex: it has apex/normalization, and amp_C if built with CUDA. PyPI's `apex` is a web toolkit."""
+    """Look for NVIDIA's Apex. It has apex/normalization, and amp_C if built with CUDA; PyPI's `apex` is a web toolkit."""
     import torch
 
     if (folder := _folder_of("apex")) is None:
@@ -215,12 +220,12 @@ def _apex() -> Look:
         note = "PyPI's `apex` is not NVIDIA's, and Megatron may import it by mistake: uninstall it, then build NVIDIA's"
         return (
             "warning",
-            f"an unrelated package of that name ({version_of('apex') or folder})",
+            f"an unrelated package with this name ({version_of('apex') or folder})",
             f"{note} from its source",
         )
     if not _has_module("amp_C"):
         note = "its fused kernels are missing; build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
-        is_adam = torch.cuda.is_available() and not _has_module("transformer_engine")  # which Megatron then takes
+        is_adam = torch.cuda.is_available() and not _has_module("transformer_engine")  # Megatron then uses Apex's
         return "error" if is_adam else "warning", f"{version_of('apex')}, without its CUDA extensions", note
     return version_of("apex") or "found"
 
@@ -238,14 +243,14 @@ def _extension() -> Look:
         return "error", "not built", str(error)[:300]
     isa = torch.backends.cpu.get_cpu_capability()
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    otherwise = "model.kernels: any takes plain torch: the same numbers, slower and with more memory"
+    otherwise = "model.kernels: any uses plain torch: the same numbers, slower and with more memory"
     if gpu and gpu < extensions.CAPABILITY:
-        note = f"the CUDA part runs on GPUs of compute capability 8.0 and later, this one has {gpu[0]}.{gpu[1]}: {otherwise}"
+        note = f"the CUDA part needs compute capability 8.0 or later, and this GPU has {gpu[0]}.{gpu[1]}: {otherwise}"
         return "error", f"CPU ({isa})", note
     if extensions.have_cuda():
         return f"CPU ({isa}) and CUDA"
-    note = "no run starts on a GPU like this: tools/setup.sh --gpu installs nvcc and builds the CUDA part;"
-    return "error" if gpu else "ok", f"CPU ({isa}) alone", f"{note} or {otherwise}"
+    note = "runs on a GPU do not start without the CUDA part: tools/setup.sh --gpu installs nvcc and builds it;"
+    return "error" if gpu else "ok", f"CPU ({isa}) only", f"{note} or {otherwise}"
 
 
 def _sandbox() -> Look:
@@ -254,18 +259,21 @@ def _sandbox() -> Look:
     if problem := bubblewrap.problem():
         return "missing", "model-written code is refused", problem
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
-    user = "as nobody" if os.geteuid() == 0 else "as this user, who is nobody there"
+    user = "as nobody" if os.geteuid() == 0 else "as this user, mapped to nobody"
     held = f"{version}, user namespaces, seccomp, {user}"
-    return "ok", held, "contained: no network, no files of this machine, limits on time and memory"
+    return "ok", held, "in a container: no network, no files of this machine, limits on time and memory"
 
 
 def _control_groups() -> Look:
     from megatron_rl.sandbox import cgroup
 
     if version := cgroup.version():
-        return "ok", version, "the kernel bounds a container's memory, its own for it included"
-    note = "a container's memory is looked at ten times a second instead; the kernel's for it (pipes, sockets) is not counted"
-    return "missing", "none can be made by this user", note
+        return "ok", version, "the kernel limits a container's memory, including memory of the kernel for the container"
+    note = (
+        "a container's memory is measured ten times per second instead; memory of the kernel for it (pipes, sockets)"
+        " is not counted"
+    )
+    return "missing", "this user cannot create any", note
 
 
 def _scorers() -> Look:
@@ -275,7 +283,7 @@ def _scorers() -> Look:
         return "missing", "reasoning_gym tasks are refused", problem
     if os.geteuid() == 0:
         return "seccomp, as nobody" if isolated.drops_user() else "seccomp, without capabilities"
-    return "ok", "seccomp, as this user", "they can read what this user can, and tell nobody"
+    return "ok", "seccomp, as this user", "scorers can read this user's files, but cannot send them anywhere"
 
 
 def _package(name: str, cost: str, absent: State = "missing") -> Check:
@@ -285,17 +293,17 @@ def _package(name: str, cost: str, absent: State = "missing") -> Check:
 CHECKS = (
     Check("python", _python),
     Check("machine", _machine),
-    _package("megatron-core", "nothing can be trained: run tools/setup.sh", "error"),
-    _package("megatron-bridge", "no Hugging Face model can be loaded: run tools/setup.sh", "error"),
-    _package("transformers", "no model or tokenizer can be read: run tools/setup.sh", "error"),
+    _package("megatron-core", "training is not possible: run tools/setup.sh", "error"),
+    _package("megatron-bridge", "Hugging Face models cannot be loaded: run tools/setup.sh", "error"),
+    _package("transformers", "models and tokenizers cannot be read: run tools/setup.sh", "error"),
     _package("nvidia-modelopt", "no FP8 rollout weights, no FP8 export, no simulated FP8: run tools/setup.sh"),
     Check("torch and GPUs", _torch, broken="error"),
     Check("CPU platform", _megatron_without_gpu),
     Check(
         "Transformer Engine",
         _transformer_engine,
-        "Megatron's local layers are used: no FP8 training, no fused norms, router and Adam, one matrix product an expert;"
-        " tools/setup.sh --gpu builds it",
+        "Megatron's local layers are used: no FP8 training, no fused norms, router and Adam, one matrix product per"
+        " expert; tools/setup.sh --gpu builds Transformer Engine",
     ),
     Check("trainer precision", lambda: _recipes("trainer")),
     Check("rollout precision", lambda: _recipes("rollout")),
@@ -303,15 +311,15 @@ CHECKS = (
     Check(
         "NVIDIA Apex",
         _apex,
-        "torch's optimizer instead of the fused one (unless Transformer Engine is there), and gradients are not accumulated"
-        " within the products; docs/gpu.md builds it",
+        "torch's optimizer is used instead of the fused one (unless Transformer Engine is installed), and gradients"
+        " are not accumulated within the matrix products; docs/gpu.md tells how to build Apex",
     ),
-    Check("DeepEP", _deepep, "model.moe_dispatcher: flex cannot be used; alltoall can"),
+    Check("DeepEP", _deepep, "model.moe_dispatcher: flex cannot be used; use alltoall"),
     Check("megatron_rl's kernels", _extension, broken="error"),
-    _package("wandb", "logging.wandb_project cannot be used; TensorBoard can"),
+    _package("wandb", "logging.wandb_project cannot be used; use TensorBoard"),
     Check("sandbox", _sandbox),
     Check("control groups", _control_groups),
-    Check("scorers of others", _scorers),
+    Check("third-party scorers", _scorers),
 )
 
 
@@ -341,10 +349,10 @@ print("\\n" + json.dumps(out))
 
 
 def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
-    """Import SGLang in its own Python while the other checks run: (its python, the process)."""
+    """Start to import SGLang in its own Python while the other checks run; return (its python, the process)."""
     with contextlib.suppress(Exception):
         python = find_python()
-        gpu = Path("/dev/nvidiactl").exists()  # looked for without torch, for speed
+        gpu = Path("/dev/nvidiactl").exists()  # not asked of torch, whose import is slow
         with contextlib.suppress(OSError):
             return python, subprocess.Popen(
                 [str(python), "-c", _PROBE, *([] if gpu else ["cpu"])],
@@ -362,24 +370,24 @@ def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Look:
     if python is None:
         remedy = "run tools/setup.sh, set rollout.server.python, or list running servers in rollout.addresses"
         found = "no .venv-rollout beside the package or in the current folder"
-        return "error", found, f"no rollouts on this machine: {remedy}; SFT needs none"
+        return "error", found, f"rollouts are not possible on this machine: {remedy}; SFT needs no rollouts"
     if process is None:
-        return "error", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
+        return "error", str(python), "this Python does not start: tools/setup.sh --force recreates the environment"
     try:
         output, _ = process.communicate(timeout=ENGINE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return "warning", str(python), f"importing it took longer than {ENGINE_TIMEOUT_S:.0f} s"
+        return "warning", str(python), f"importing SGLang took longer than {ENGINE_TIMEOUT_S:.0f} s"
     lines = output.strip().splitlines()
     if process.returncode or not lines:
-        return "error", str(python), f"its Python ended with status {process.returncode} on importing it"
+        return "error", str(python), f"importing SGLang ended its Python with status {process.returncode}"
     found = json.loads(lines[-1])
     text = f"sglang {found['sglang']}, torch {found['torch']}, transformers {found['transformers']} at {python}"
     if problem := plugin_problem(python, found["code"]):
         return "error", text, problem
     if found["problem"]:
-        problem = f"it cannot be imported ({found['problem'][:200]}), so no rollouts on this machine"
-        return "error", text, f"{problem}: tools/setup.sh --force makes it anew"
+        problem = f"SGLang cannot be imported ({found['problem'][:200]}), so rollouts are not possible on this machine"
+        return "error", text, f"{problem}: tools/setup.sh --force recreates the environment"
     pieces = "with sglang_on_cpu's stand-ins" if not Path("/dev/nvidiactl").exists() else ""
     return "ok", text, f"imports {pieces}".strip()

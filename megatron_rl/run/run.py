@@ -1,4 +1,4 @@
-"""One run on this process: everything that the loops share, built in an order in which errors come early."""
+"""One run on this process: all objects that the training loops share, built in an order that finds errors early."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 _MANY_OBJECTS = 300_000
-"""Old objects from which on they are kept from the collection of garbage. The modules alone have half a million."""
+"""Number of old objects above which they are excluded from garbage collection. The modules alone have half a million."""
 
 
 class Stateful(Protocol):
-    """An object of the loop whose state is in the checkpoints, under keys of its own (as torch's Stateful)."""
+    """An object of the loop whose state is saved in checkpoints, under its own keys (like torch's Stateful)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State by key."""
+        """Return the state by key."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,22 +67,22 @@ class Stateful(Protocol):
 
 
 class Clock:
-    """Seconds of the parts of one step, and a trace of it where one is asked for."""
+    """Times of the parts of one step, in seconds, and optionally a profiler trace of the step."""
 
     def __init__(self, trace: Path | None = None) -> None:
-        """trace: file of Chrome's trace format, for chrome://tracing or Perfetto; `times` writes it."""
+        """Start the clock. trace: file in Chrome's trace format, for chrome://tracing or Perfetto; `times` writes it."""
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._inside = 0.0
-        """Seconds of the parts that have ended inside the one that is under way."""
+        """Seconds of the finished parts inside the current part."""
         self._trace, self._profiler = trace, None
         if trace:
-            self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU where there is one
+            self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU if there is one
             self._profiler.start()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """A part inside another one counts for itself alone."""
+        """Time a part. The time of a nested part counts for the nested part only."""
         start, before, self._inside = time.perf_counter(), self._inside, 0.0
         with torch.profiler.record_function(part) if self._profiler else nullcontext():
             yield
@@ -91,7 +91,7 @@ class Clock:
         self._inside = before + seconds
 
     def times(self) -> dict[str, float]:
-        """time/PART_s for each part, time/other_s for the rest, time/step_s for all."""
+        """Return time/PART_s for each part, time/other_s for the rest, and time/step_s for the whole step."""
         total = time.perf_counter() - self._start
         if self._profiler and self._trace:
             self._profiler.stop()
@@ -103,17 +103,17 @@ class Clock:
 
 
 class Run:
-    """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
+    """Model, trainer, data and log of one run: a context manager that saves what is due and closes everything.
 
-    Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
-    engine starts its servers.
+    The constructor checks all that the user may have got wrong; `build` creates the trainer, which takes long. An
+    engine starts its servers between the two.
 
     Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, eval_sets, trainer, logger, step,
     current_clock.
     """
 
     trainer: Trainer
-    """After `build`."""
+    """The trainer. Set by `build`."""
     stream: PromptStream
     """Training prompts. Not set for a run that only scores."""
 
@@ -152,7 +152,7 @@ class Run:
         self._lock: TextIO | None = None
         self._changes: list[str] = []
         self.id = self.ranks.main_does(self._open_folder)
-        """Random, and the same for all processes that go on with the run; empty for one that only asks."""
+        """Random id of the run, the same on all its processes and after a resume; empty for a read-only kind of run."""
         found = (
             [] if kind in READ_ONLY else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
         )
@@ -160,9 +160,9 @@ class Run:
         self._frozen = False
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
-        """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
+        """eval/score of each evaluated step; -eval/loss for runs that learn from data alone."""
         self.idle_steps = 0
-        """Last ones, all of whose updates were left out."""
+        """Number of consecutive last steps whose updates were all skipped."""
         self.kl = KLControl(config.algorithm.kl)
         self.rewards = Rewards(
             config.rewards,
@@ -184,26 +184,26 @@ class Run:
         if kind in ("train", "sample"):
             self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])
         self.critic: Critic | None = None
-        """The critic of PPO; after `build`."""
+        """The critic of PPO. Set by `build`."""
         self.current_clock = Clock()
         self._loaded: dict[str, Any] = {}
-        """State of the run's objects in the checkpoint that was loaded."""
+        """State of the loop's objects from the loaded checkpoint."""
         self._stateful: list[Stateful] = []
-        """Objects of the loop whose state is in the checkpoints too."""
+        """Objects of the loop whose state is saved in checkpoints."""
         self._saved_at = self.step if self._found or kind in READ_ONLY else -1
         self._saving: checkpoint.Save | None = None
-        """One that is written in the background."""
+        """Save that is being written in the background."""
         writes = {"active": self.ranks.rank == 0, "exports": kind not in READ_ONLY}
         self.logger = RunLogger(self.folder, config, resume_step=self.step, **writes)
         self._stop = False
         self._before_step: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """Random states and running figures of rewards."""
+        """Random states and running statistics of rewards."""
         self.interrupt = Interrupt(self.ranks, self.asked_to_stop, deep=config.parallel.pipeline == 1)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def build(self) -> Trainer:
-        """The trainer, with the state of the newest checkpoint where there is one (all ranks)."""
+        """Build the trainer, with the state of the newest checkpoint if there is one (all ranks)."""
         config, training = self.config, self.kind == "train"
         self.trainer = build_trainer(
             config,
@@ -233,8 +233,8 @@ class Run:
             self._loaded = state["extra"]
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
-        # Most are of modules, and each collection of garbage would look at them, on every rank. Who starts processes by forks
-        # may have frozen them.
+        # Most objects belong to modules, and each garbage collection would scan them on every rank. A parent process that
+        # forks may have frozen them already.
         if len(gc.get_objects(generation=2)) > _MANY_OBJECTS:
             gc.collect()
             gc.freeze()
@@ -259,11 +259,14 @@ class Run:
 
     @property
     def trains_policy(self) -> bool:
-        """True if the step at hand is behind those in which the critic alone learns."""
+        """True if the current step is after the steps that train only the critic."""
         return self.critic is None or self.step >= self.config.critic.warmup_steps
 
     def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:
-        """A frozen model of another folder on the same layout, for passes alone (all ranks). plain: as of build_trainer."""
+        """Build a frozen model from another folder in the same parallel layout, for forward passes only (all ranks).
+
+        plain: see build_trainer.
+        """
         model = replace(self.config.model, path=folder, freeze=[], keep_zeros=False, attention_sinks="exact")
         config = replace(self.config, model=model, lora=LoRAConfig())
         support = SamplingSupport()
@@ -284,19 +287,19 @@ class Run:
             if hint := slow_bf16(self.config.precision, this_machine(), **sides):
                 self.logger.say(hint)
             if ignored := unread(self.config, self.kind):
-                self.logger.say(f"warning: {self.kind} does nothing with {', '.join(ignored)}")
+                self.logger.say(f"warning: {self.kind} ignores these config keys: {', '.join(ignored)}")
             for hint in loss_hints(self.config.algorithm) if self.kind == "train" else ():
                 self.logger.say(hint)
             if self.step:
                 self.logger.say(f"resumed at step {self.step}")
                 if self._changes:
-                    self.logger.say(f"config keys that differ from the run so far: {', '.join(self._changes)}")
+                    self.logger.say(f"config keys that changed since the run's last start: {', '.join(self._changes)}")
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> bool:
         stopped = kind is not None and issubclass(kind, StopRequested)
         if stopped:
-            self.logger.say(f"asked to end in step {self.step + 1}, which begins anew when the run goes on")
+            self.logger.say(f"stop requested in step {self.step + 1}; the step starts again when the run is resumed")
             self._undo_step()
             kind = None
         try:
@@ -323,18 +326,18 @@ class Run:
         found = checkpoint.complete_checkpoints(self.checkpoints)
         if found:
             saved = checkpoint.step_of(found[-1])
-            going_on = f"checkpoint of step {saved}; steps after it are lost. The same command goes on from there"
+            going_on = (
+                f"the newest checkpoint is of step {saved}; later steps are lost. The same command resumes from it"
+            )
         else:
-            going_on = "no checkpoint; the same command begins anew"
-        self.logger.say(
-            f"interrupted in step {self.step + 1}: there is {going_on} (SIGTERM saves before it ends a run)"
-        )
+            going_on = "there is no checkpoint, and the same command starts again from the beginning"
+        self.logger.say(f"interrupted in step {self.step + 1}: {going_on} (to save before stopping, send SIGTERM)")
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._stop = True
 
     def begin_step(self) -> None:
-        """From here on a step may be given up, until something is changed (all ranks)."""
+        """Mark the begin of a step, which can be abandoned until the step changes something (all ranks)."""
         self._before_step = checkpoint.random_states(), self.rewards.state_dict()
         self.interrupt.arm()
 
@@ -347,19 +350,22 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """True where an evaluation has prompts to ask."""
+        """True if an evaluation has prompts."""
         return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
-        """True if this process was asked to stop (SIGTERM, SIGUSR1)."""
+        """Return whether this process was asked to stop (SIGTERM, SIGUSR1)."""
         return self._stop
 
     def stop_requested(self) -> bool:
-        """True if any process was asked to stop: the run saves and ends."""
+        """Return whether any process was asked to stop: the run then saves and ends."""
         return bool(self.ranks.maximum(int(self._stop)))
 
     def _open_folder(self) -> str:
-        """Be its one writer, and keep the config there; who only asks leaves a run's config as it is. -> the run's id."""
+        """Lock the run's folder for writing, store the config there, and return the run's id.
+
+        Read-only kinds of runs do not lock the folder and keep an existing config.
+        """
         file, text = self.folder / "config.yaml", to_yaml(with_ids(self.config))
         try:
             make_private(self.folder)
@@ -372,49 +378,49 @@ class Run:
             file.write_text(text)
             identity = self.folder / "run_id"
             known = identity.read_text(errors="replace").strip() if identity.exists() else ""
-            if not re.fullmatch(r"[0-9a-f]{16}", known):  # none yet, or a power cut has left something else
+            if not re.fullmatch(r"[0-9a-f]{16}", known):  # a new run, or a file damaged by a power cut
                 known = secrets.token_hex(8)
                 identity.write_text(known)
             return known
         except OSError as error:
             raise UserError(
-                f"run folder {self.folder}: {error.strerror}; set runs_dir to a folder in which files can be written"
+                f"run folder {self.folder}: {error.strerror}; set runs_dir to a folder where you can write files"
             ) from None
 
     def clock(self) -> Clock:
-        """The clock of the step that begins; rank 0 traces the steps of logging.profile_steps."""
+        """Return the clock of a new step; rank 0 traces the steps of logging.profile_steps."""
         traced = self.ranks.rank == 0 and self.step + 1 in self.config.logging.profile_steps
         self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
         return self.current_clock
 
     def end_step(self) -> None:
-        """Count a step, whose updates are done."""
+        """Count a step whose updates are done."""
         self.step += 1
 
     def record_idle(self, steps: int) -> None:
-        """Note how many of the last steps learned nothing."""
+        """Store how many of the last steps learned nothing."""
         self.idle_steps = steps
 
     def record_score(self, score: float) -> None:
-        """Note the score of the weights as they are, by which the best checkpoints are kept."""
+        """Store the score of the current weights; the best checkpoints are kept by these scores."""
         self.scores[self.step] = score
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
-        """True if something that happens `every` steps happens now; 0 means after the last step alone."""
+        """Return whether an event that happens every `every` steps is due now; 0 means only after the last step."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def keep_state_of(self, *objects: Stateful) -> None:
-        """Save the state of these objects in each checkpoint, after giving them that of the checkpoint that was loaded."""
+        """Restore the state of these objects from the loaded checkpoint, and save their state in each checkpoint."""
         for stateful in objects:
             stateful.load_state_dict(self._loaded)
         self._stateful += objects
 
     def checkpoint(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """After each step: name what was written in the background meanwhile, and save if it is due (all ranks).
+        """Finish a background save that has been written, and save if a checkpoint is due, after each step (all ranks).
 
-        prepare: called before a save, to bring all of the trainer into memory where an engine shares its GPUs.
+        prepare: called before a save; it brings the whole trainer into memory if an engine shares its GPUs.
         """
         if self._saving is not None and self._saving.written():
             self.finish_save()
@@ -423,7 +429,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a complete checkpoint of the current step, or begin to: one that is under way is waited for first."""
+        """Write a complete checkpoint of the current step, or start to write it; first wait for a save in progress."""
         self.finish_save()
         extra = {
             "stream": self.stream.state_dict(),
@@ -442,7 +448,7 @@ class Run:
             self.finish_save()
 
     def _best(self) -> list[int]:
-        """Steps of the checkpoints with the best scores, this one's included; the later of equal ones."""
+        """Return the steps of the checkpoints with the best scores, this step included; of equal scores the later steps."""
         saved = self.ranks.main_does(
             lambda: [checkpoint.step_of(p) for p in checkpoint.complete_checkpoints(self.checkpoints)]
         )
@@ -457,7 +463,7 @@ class Run:
         return best
 
     def finish_save(self) -> None:
-        """Wait for a save that is under way, if there is one (all ranks)."""
+        """Wait for a save in progress, if there is one (all ranks)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish(self.config.checkpoint.timeout_s)
@@ -473,7 +479,11 @@ class Run:
         return out
 
     def stop_tokens(self) -> list[int]:
-        """Tokens that end a response: of the model's generation config, the end of sequence, and the template's of a turn."""
+        """Return the tokens that end a response.
+
+        They are the end tokens of the model's generation config, of the tokenizer, and of a turn in the chat
+        template.
+        """
         generation = GenerationConfig.from_pretrained(self.config.model.path) if self._has_generation_config() else None
         stop = getattr(generation, "eos_token_id", None)
         stop = stop if isinstance(stop, list) else [stop]
@@ -485,24 +495,24 @@ class Run:
     # -- data over ranks ----------------------------------------------------------------------------------------------
 
     def gather_from_leaders(self, items: list[T]) -> list[T]:
-        """The lists of all copies of the model, one after the other."""
+        """Return the concatenated lists of all copies of the model."""
         return [x for part in self.ranks.gather_from_leaders(items) for x in part]
 
     def gather_groups(self, trajectories: list[Trajectory], what: Callable[[Trajectory], T]) -> list[list[T]]:
-        """`what` of each trajectory by prompt, over all ranks."""
+        """Return `what` of each trajectory, grouped by prompt, over all ranks."""
         groups: dict[int, list[T]] = {}
         for group, value in self.gather_from_leaders([(t.group_id, what(t)) for t in trajectories]):
             groups.setdefault(group, []).append(value)
         return list(groups.values())
 
     def mean(self, values: list[float]) -> float:
-        """Mean over all leaders' values; NaN where there is none."""
+        """Return the mean over all leaders' values; NaN without values."""
         everything = self.gather_from_leaders(values)
         return float(np.mean(everything)) if everything else float("nan")
 
 
 def _learned(program: SingleTurn, kind: Kind) -> Callable[[Prompt, random.Random], object] | None:
-    """The function by which a run of this kind learns from a prompt; None where responses are sampled."""
+    """Return the function by which a run of this kind learns from a prompt; None if it samples responses."""
     if kind not in OFFLINE:
         return None
     return program.comparison if kind in ("reward", "dpo") else program.demonstration

@@ -1,4 +1,4 @@
-"""A run's folder is its owner's alone, and one process writes it at a time."""
+"""Folder of a run: private to its owner, and written by one process at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NAME = "writer.lock"
 
 
 def make_private(folder: Path) -> None:
-    """Make a run's folder, or take one that is there, for its owner's eyes alone. Errors: OSError."""
+    """Create a run's folder, or take an existing one, with access for its owner only. Errors: OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)
 
 
 def lock(folder: Path) -> TextIO | None:
-    """Be the writer of a run's folder until the returned file is closed or this process ends, in whatever way.
+    """Lock a run's folder for writing until the returned file is closed or this process ends, for whatever reason.
 
-    The lock is the process's own (POSIX): no child inherits it, so none can hold it longer. None where the file system has
-    no locks. Errors: UserError that names the process which writes there already.
+    The lock belongs to this process (POSIX): child processes do not inherit it, so they cannot hold it longer.
+    Returns None if the file system has no locks. Errors: UserError that names the process that holds the lock.
     """
     path = folder / NAME
     file = path.open("a+")
@@ -40,7 +40,8 @@ def lock(folder: Path) -> TextIO | None:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return None
         raise UserError(
-            f"run folder {folder}: another process writes there ({holder}); wait for it or end it, or choose another --name"
+            f"run folder {folder}: another process writes to it ({holder}); wait for it, stop it, or choose another"
+            " --name"
         ) from None
     file.truncate(0)
     command = command_line(["megatron-rl", *sys.argv[1:]])

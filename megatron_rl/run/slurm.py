@@ -1,4 +1,4 @@
-"""`megatron-rl launch slurm`: the batch script of a config, and its submission. What a job does is in common.sh."""
+"""`megatron-rl launch slurm`: write the batch script of a config and submit it. common.sh does the work of the job."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from megatron_rl.errors import UserError
 from megatron_rl.run.run_lock import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout, which jobs run in."""
+"""The checkout, in which jobs run."""
 COMMON = "examples/slurm/common.sh"
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 TIMEOUT_S = 120.0
-"""Longest wait for sbatch."""
+"""Longest wait for sbatch, in seconds."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A SLURM job: the resources it asks for, and the command that it runs."""
+    """A SLURM job: its resources and its command."""
 
     name: str
     config: str
-    """The config's file, as the job reads it."""
+    """Config file, as a path that the job can read."""
     model: str
-    """Hugging Face folder."""
+    """Hugging Face folder of the model."""
     nodes: int
     gpus_per_node: int = 8
-    """0: of a cluster without GPUs, one process a node."""
+    """Number of GPUs per node. 0: a cluster without GPUs, with one trainer process per node."""
     train_nodes: int | None = None
-    """The others serve; None: half of them."""
+    """Number of nodes that train; the others run SGLang servers. None: half of the nodes."""
     server_gpus: int = 1
     time: str = "24:00:00"
     grace_s: int = 600
-    """Seconds before the time limit at which the trainer is told to save and end."""
+    """Seconds before the time limit at which the trainer is told to save and stop."""
     options: Sequence[str] = ()
-    """More options of sbatch."""
+    """Further options of sbatch."""
     variables: dict[str, str] = field(default_factory=dict)
-    """More of common.sh's."""
+    """Further variables of common.sh."""
     command: str = "train"
-    """train | sft | reward | dpo; only the first has servers."""
+    """train | sft | reward | dpo; only train has SGLang servers."""
     overrides: Sequence[str] = ()
     """Overrides of config keys."""
 
     @property
     def trainers(self) -> int:
-        """Nodes that train."""
+        """Number of nodes that train."""
         return self.nodes if self.nodes == 1 or self.command != "train" else self.train_nodes or self.nodes // 2
 
     @property
     def processes(self) -> int:
-        """Processes of the trainer."""
+        """Number of trainer processes."""
         return self.trainers * max(1, self.gpus_per_node)
 
     def script(self) -> str:
-        """The batch script."""
+        """Return the batch script."""
         serving = self.nodes - self.trainers
         serve = f", {serving} serve" if serving else " and serve" * (self.command == "train")
         gpus = f" ({self.nodes * self.gpus_per_node} GPUs)" if self.gpus_per_node else ""
@@ -81,7 +81,7 @@ class Job:
         variables = {"MODEL": self.model, "CONFIG": self.config, "SERVER_GPUS": str(self.server_gpus)}
         if serving:
             variables["TRAIN_NODES"] = str(self.trainers)
-        if not self.gpus_per_node:  # SLURM says how many a whole node has
+        if not self.gpus_per_node:  # common.sh would take the node's GPU count from SLURM
             variables["GPUS_PER_NODE"] = "1"
         variables["GRACE_S"] = str(max(1, self.grace_s - min(60, self.grace_s // 4)))
         if self.command != "train":
@@ -106,12 +106,12 @@ class Job:
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of a time in one of SLURM's forms: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """Return the seconds of a time in one of SLURM's forms.
 
-    Errors: UserError.
+    The forms are minutes[:seconds], hours:minutes:seconds and days-hours[:minutes[:seconds]]. Errors: UserError.
     """
     if not (found := TIME.fullmatch(time)):
-        raise UserError(f"launch: --time {time} is none of SLURM's forms: 90, 24:00:00, 3-00:00:00")
+        raise UserError(f"launch: --time {time} has none of SLURM's forms, such as 90, 24:00:00 or 3-00:00:00")
     days, *parts = found.groups()
     given = [int(part) for part in parts if part is not None]
     hours_first = days is not None or len(given) == 3
@@ -120,33 +120,42 @@ def seconds_of(time: str) -> int:
 
 
 def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> Job:
-    """The job of a command line (`cli.make_parser`). Errors: UserError for what would only fail on the cluster."""
+    """Return the job of a command line (`cli.make_parser`).
+
+    Errors: UserError for problems that would otherwise show only on the cluster.
+    """
     if seconds_of(args.time) < 2 * args.grace:
         raise UserError(
-            f"launch: --time {args.time} leaves less to train than --grace {args.grace} s to save: make it longer, or --grace"
-            " less"
+            f"launch: --time {args.time} leaves less time to train than --grace {args.grace} s to save: increase"
+            " --time, or decrease --grace"
         )
     if args.nodes < 1 or args.gpus_per_node < 0:
-        raise UserError(f"launch: --nodes {args.nodes} --gpus-per-node {args.gpus_per_node}: at least 1 and 0")
+        raise UserError(
+            f"launch: --nodes {args.nodes} --gpus-per-node {args.gpus_per_node}: --nodes must be at least 1,"
+            " --gpus-per-node at least 0"
+        )
     if args.train_nodes is not None and not (1 <= args.train_nodes < args.nodes or args.nodes == args.train_nodes == 1):
-        raise UserError(f"launch: --train-nodes {args.train_nodes} of --nodes {args.nodes} leaves none to serve")
+        raise UserError(
+            f"launch: --train-nodes {args.train_nodes} of --nodes {args.nodes} leaves no node for SGLang servers; use"
+            " fewer --train-nodes"
+        )
     server_gpus = args.server_gpus or config.rollout.server.tensor
     gpus, serving = max(1, args.gpus_per_node), args.nodes - (args.train_nodes or args.nodes // 2)
     several = server_gpus // gpus if server_gpus > gpus else 1
     if max(server_gpus, gpus) % min(server_gpus, gpus) or (args.nodes > 1 and serving % several):
         raise UserError(
-            f"launch: --server-gpus {server_gpus} does not divide the {gpus} GPUs of a node, nor the {serving} nodes that serve"
-            " into whole servers"
+            f"launch: --server-gpus {server_gpus} does not split the {gpus} GPUs of a node or the {serving} serving"
+            " nodes into whole servers"
         )
     for option in [*filter(None, (args.account, args.partition)), *args.option]:
         if len(option.splitlines()) > 1:
             raise UserError(
-                f"launch: option {option!r} has a line break, and would be a command of the script; leave it out"
+                f"launch: option {option!r} contains a line break, which would start a command in the script; remove it"
             )
     trainers = args.nodes if args.nodes == 1 or args.run != "train" else args.train_nodes or args.nodes // 2
     check_config(config, args.run, trainers * gpus)
     found = with_folders(config, args.run)
-    # The job runs in the checkout; what the config says is meant from here.
+    # The job runs in the checkout, but the config's paths are relative to the current folder.
     paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
     paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
     paths |= {f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()}
@@ -174,13 +183,15 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
 
 
 def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write the script of a config into its run's folder and submit it; with --dry-run, print it alone."""
+    """Write the script of a config into its run's folder and submit it; with --dry-run, only print it."""
     job = job_of(config, args, overrides)
     if args.dry_run:
         print(job.script(), end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise UserError("launch: there is no sbatch here: call this where jobs are submitted, or add --dry-run")
+        raise UserError(
+            "launch: sbatch is not installed here: run this on a machine that can submit jobs, or add --dry-run"
+        )
     script = config.run_dir.resolve() / "job.sbatch"
     make_private(script.parent)
     script.write_text(job.script())
@@ -195,7 +206,7 @@ def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"launch: sbatch did not answer within {TIMEOUT_S:g} s: is the cluster's controller up?"
+            f"launch: sbatch did not answer within {TIMEOUT_S:g} s: check that the cluster's controller is running"
         ) from None
     if done.returncode:
         raise UserError(f"launch: sbatch: {' '.join(done.stderr.split())} [{script}]")

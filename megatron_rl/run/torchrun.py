@@ -1,4 +1,7 @@
-"""Several trainer processes on this machine: `--nproc N` starts the command again under torchrun. No torch before it does."""
+"""Several trainer processes on this machine: `--nproc N` starts the command again under torchrun.
+
+This module does not import torch before it starts torchrun.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from megatron_rl.servers.orphans import own_folder
 
 
 def needs_torchrun(nproc: int) -> bool:
-    """True where --nproc asks for more processes than this one, and torchrun or srun has not started it."""
+    """Return whether --nproc asks for several processes, and this process was not started by torchrun or srun."""
     return nproc > 1 and "RANK" not in os.environ
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:
-    """Tell the processes of --nproc to end: they save, and torchrun, which would kill them 30 seconds later, need not know."""
+    """Pass a signal to the processes of --nproc, which save and exit. torchrun is not told: it would kill them after 30 s."""
     started = psutil.Process().children()
     if not started:
         sys.exit(128 + number)
@@ -31,24 +34,24 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 
 
 def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
-    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have.
+    """Run this command on `nproc` processes, each with its share of the cores, and wait for their end.
 
-    failing: an exit status that is passed on; every other one but 0 is 2.
+    failing: an exit status that is passed on; any other status except 0 becomes 2.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
     at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
-    # Its parser would take our --nproc for an abbreviation of its own option.
+    # torchrun's parser would read our --nproc as an abbreviation of its own option.
     arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
     os.environ.setdefault(RUN_KEY, secrets.token_hex())
-    # Rank 0's store listens on this machine alone, torchrun's on all of its addresses.
+    # torchrun's own store would listen on all addresses; rank 0's store listens only on this machine.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
     try:
-        # What torchrun unpickles of those that meet lies in a folder of our own, and not behind a port.
+        # The rendezvous, whose data torchrun unpickles, uses a private folder instead of a port.
         with own_folder() as own:
             run(
                 [
@@ -67,7 +70,9 @@ def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> in
                     *arguments,
                 ]
             )
-    except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
+    except (
+        BaseException
+    ) as error:  # ChildFailedError would print torchrun's report, but the ranks have already printed the error
         if type(error).__name__ == "SignalException":
             raise KeyboardInterrupt from None
         if type(error).__name__ not in ("ChildFailedError", "SystemExit"):

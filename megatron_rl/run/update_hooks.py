@@ -1,4 +1,4 @@
-"""The features of a trainer, from its config."""
+"""Hooks of a trainer's updates, created from its config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.vp2o.trust_region import TrustRegion
 
 
 def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHook]:
-    """Hooks of a policy, in the order in which they are called. scores_alone: it is never updated.
+    """Return the hooks of a policy, in the order of their calls. scores_alone: the policy is never updated.
 
-    Errors: UserError for a name in config.hooks that makes none.
+    Errors: UserError for a name in config.hooks that creates no hook.
     """
     routing = config.routing
     hooks: list[UpdateHook] = [
@@ -38,12 +38,12 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
         hooks.append(OnPolicy())
     if config.algorithm.target_kl is not None:
         hooks.append(TargetKL(config.algorithm.target_kl, config.batch.updates))
-    # After those that change gradients: what they make of the zeros' is taken away too.
+    # Last, so that gradients that other hooks give to zero weights are removed too.
     return [*hooks, *(_outside(name, config) for name in config.hooks), *_kept_zeros(config.model.keep_zeros)]
 
 
 def data_hooks(model: ModelConfig) -> list[UpdateHook]:
-    """Hooks of a run that learns from data alone."""
+    """Return the hooks of a run that learns from data alone."""
     rate = model.moe_bias_update_rate
     return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(model.keep_zeros)]
 
@@ -55,5 +55,5 @@ def _kept_zeros(keep: bool | list[str]) -> list[UpdateHook]:
 def _outside(name: str, config: Config) -> UpdateHook:
     hook = resolve("hook", name, {}, "hooks")(config)
     if not isinstance(hook, UpdateHook):
-        raise UserError(f"config: hooks: {name} made {hook!r:.60} of the config; it has to make an UpdateHook")
+        raise UserError(f"config: hooks: {name} returned {hook!r:.60}; it must return an UpdateHook")
     return hook

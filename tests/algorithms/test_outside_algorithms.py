@@ -72,9 +72,7 @@ def test_hooks_of_a_file_come_after_those_of_the_config(tmp_path):
         -1
     ].steps == 7
     assert len(hooks("Mine", scores_alone=True)) == len(own), "who is never updated has none"
-    with pytest.raises(
-        UserError, match=r"hooks: .*mine.py:none made 'run' of the config; it has to make an UpdateHook"
-    ):
+    with pytest.raises(UserError, match=r"hooks: .*mine.py:none returned 'run'; it must return an UpdateHook"):
         hooks("none")
     with pytest.raises(UserError, match=r"hooks: .*mine.py has no 'Mien'; did you mean 'Mine'"):
         hooks("Mien")

@@ -188,7 +188,7 @@ def test_another_task_has_none_of_the_data_s_settings():
         ({"path": "gone.jsonl"}, r"config: eval\.sets\.mine: data\.eval_path: there is no file gone\.jsonl"),
         ({"task": "gsm8ks"}, r"config: eval\.sets\.mine: data\.task: .*gsm8k"),
         ({"options": {"sizes": 1}}, r"config: eval\.sets\.mine: unknown key 'data\.options\.sizes'"),
-        ({"task": "file"}, r"config: eval\.sets\.mine: it has no held-out prompt"),
+        ({"task": "file"}, r"config: eval\.sets\.mine: the set has no held-out prompt"),
         ({"rewards": {"right": 1.0}}, r"config: eval\.sets\.mine: data\.rewards has 'right'"),
         (
             {"task": "verify_if", "options": {"turns": 2, "size": 40}},

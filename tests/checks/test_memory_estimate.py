@@ -322,7 +322,7 @@ def test_preflight_refuses_what_cannot_fit(caplog, monkeypatch):
     config, hf_config = recipe("Qwen3-30B-A3B", parallel__expert=4), MODELS["Qwen3-30B-A3B"]
     message = (
         r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6, predictors 0.2\) before "
-        r".* have 85.0; "
+        r".* has 85.0 GB; "
     )
     with pytest.raises(UserError, match=message.replace("144.0", r"14\d.\d")) as refusal:
         check_fits(config, hf_config, 4, 85 * GB)
@@ -363,7 +363,7 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["pipeline_bubble"] == 3 / (report["micro_batches"] + 3)
     assert main(staged) == 0
-    assert f"wait for {report['pipeline_bubble']:.1%} of" in " ".join(capsys.readouterr().out.split())
+    assert f"are idle for {report['pipeline_bubble']:.1%} of" in " ".join(capsys.readouterr().out.split())
     assert main(given) == 0
     text = capsys.readouterr().out
     assert (
@@ -373,7 +373,7 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
         and "28.99 B of them in experts" in text
     )
     assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
-    assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
+    assert "nothing for the key-value cache" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out
     assert main(["plan", path, "--gpus", "8"]) == 2  # no model.path
     assert main([*given, "--gpus", "0"]) == 2 and "at least one" in capsys.readouterr().err

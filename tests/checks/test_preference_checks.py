@@ -84,7 +84,7 @@ REFUSED = {
     "steps by a server": (
         "sample",
         {"rewards": {"models": {"liked": {"address": "http://host:1", "steps": True}}}},
-        r"rewards\.models\.liked\.steps: .* leave address out",
+        r"rewards\.models\.liked\.steps: .* remove address",
     ),
     **{
         f"a judge {name}": (
@@ -93,7 +93,10 @@ REFUSED = {
             said,
         )
         for name, (keys, said) in {
-            "of nowhere": ({"address": ""}, r"judges\.wise\.address = '': give that of an OpenAI-compatible server"),
+            "of nowhere": (
+                {"address": ""},
+                r"judges\.wise\.address = '': give the address of an OpenAI-compatible server",
+            ),
             "at a path": ({"address": "/v1"}, r"judges\.wise\.address = '/v1'"),
             "by file": ({"address": "file:///etc/passwd"}, r"judges\.wise\.address = 'file:"),
             "without a model": ({"model": ""}, r"judges\.wise\.model is empty"),
@@ -103,7 +106,7 @@ REFUSED = {
             ),
             "without a scale": ({"scale": [3, 3]}, r"judges\.wise\.scale = \[3, 3\]"),
             "upside down": ({"scale": [10, 0]}, r"judges\.wise\.scale = \[10, 0\]"),
-            "of no pattern": ({"pattern": r"(\d"}, r"judges\.wise\.pattern = .* is no regular expression \("),
+            "of no pattern": ({"pattern": r"(\d"}, r"judges\.wise\.pattern = .* it is not a regular expression \("),
             "without a group": ({"pattern": r"\d"}, r"judges\.wise\.pattern = .* has 0 groups"),
             "of two groups": ({"pattern": r"(\d)(\d)"}, r"judges\.wise\.pattern = .* has 2 groups"),
             "in two forms": (
@@ -112,7 +115,7 @@ REFUSED = {
             ),
             "without its key": (
                 {"api_key": "env:NOWHERE_AT_ALL"},
-                r"judges\.wise\.api_key: the environment has no NOWHERE",
+                r"judges\.wise\.api_key: the environment variable NOWHERE",
             ),
         }.items()
     },
@@ -124,7 +127,7 @@ REFUSED = {
                 "judges": {"wise": {"address": "http://host:1/v1", "model": "m"}},
             }
         },
-        r"rewards\.judges\.wise: rewards\.models has a part of that name",
+        r"rewards\.judges\.wise: rewards\.models has a part with this name",
     ),
     "all too long": (
         "train",
@@ -150,23 +153,23 @@ def test_refused(case, tiny_model):
             REWARD,
             "cross_entropy",
             "pair",
-            "labels, scores or steps, and the data has pairs: set reward_model.loss: bradley_terry",
+            "labels, scores or steps, but the data has pairs: set reward_model.loss: bradley_terry",
         ),
         (
             REWARD,
             "cross_entropy",
             "list",
-            "labels, scores or steps, and the data has lists: set reward_model.loss: bradley_terry",
+            "labels, scores or steps, but the data has lists: set reward_model.loss: bradley_terry",
         ),
-        (REWARD, "hinge", "steps", "pairs or lists, and the data has steps: set reward_model.loss: squared_error"),
+        (REWARD, "hinge", "steps", "pairs or lists, but the data has steps: set reward_model.loss: squared_error"),
         (
             REWARD,
             "bradley_terry",
             "point",
-            "pairs or lists, and the data has scores: set reward_model.loss: squared_error",
+            "pairs or lists, but the data has scores: set reward_model.loss: squared_error",
         ),
-        (DPO, "sigmoid", "steps", "pairs or lists, and the data has steps: give pairs or lists"),
-        (DPO, "kto", "point", "labels or pairs, and the data has scores: give labels or pairs"),
+        (DPO, "sigmoid", "steps", "pairs or lists, but the data has steps: give pairs or lists"),
+        (DPO, "kto", "point", "labels or pairs, but the data has scores: give labels or pairs"),
     ],
 )
 def test_preferences_of_another_kind_are_named_in_words(takes, loss, kind, words):
@@ -201,7 +204,7 @@ def test_a_judges_key_over_plain_http_is_named(address, key, warns, tiny_model, 
         {"model": {"path": str(tiny_model("llama"))}, "data": {"verifier": "none"}, "rewards": models}
     )
     check_preferences(config, "train", 1)  # a judge is enough of a reward
-    assert ("its key goes to" in caplog.text) == warns and "sk-secret" not in caplog.text
+    assert ("its key is sent to" in caplog.text) == warns and "sk-secret" not in caplog.text
 
 
 def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
@@ -215,14 +218,14 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     check("train", rewards={"models": {"liked": {"path": str(fits)}}})
     check("train", rewards={"models": {"liked": {"path": str(foreign), "address": "http://host:1"}}})
     with pytest.raises(
-        UserError, match=r"rewards\.models\.liked\.path: .* has no head of one number; give the folder of a"
+        UserError, match=r"rewards\.models\.liked\.path: .* has no head with a single output; give the folder of a"
     ):
         check("train", rewards={"models": {"liked": {"path": str(policy)}}})
     with pytest.raises(
         UserError, match=r"rewards\.models\.liked\.path = .*/none: does not exist; give a Hugging Face folder, or an id"
     ):
         check("train", rewards={"models": {"liked": {"path": str(tmp_path / "none")}}})
-    with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):
+    with pytest.raises(UserError, match=r"data\.verifier: none scores no response, .* name a reward model"):
         check("train", data={"verifier": "none"})
     check("train", data={"verifier": "none"}, rewards={"models": {"liked": {"path": str(fits)}}})
     steps: dict = {"path": str(fits), "steps": True, "step_separator": "\n"}
@@ -232,21 +235,24 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     for advantage in ("rloo", "tilt", "reinforce_plus_plus_baseline", "somewhere:mine"):
         check("sample", rewards=models, algorithm={"advantage": advantage})
         with pytest.raises(
-            UserError, match=rf"algorithm\.advantage = {advantage} knows no rewards of steps; set one of gae"
+            UserError, match=rf"algorithm\.advantage = {advantage} cannot use rewards of steps; set one of gae"
         ):
             check("train", rewards=models, algorithm={"advantage": advantage})
         in_one = {"models": {"liked": steps | {"step_placement": "response"}}}
         check("train", rewards=in_one, algorithm={"advantage": advantage})
     for more, message in (
-        ({"step_separator": None}, r"liked\.steps: .*/fits does not say what ends a step .* set .*\.step_separator"),
-        ({"step_aggregation": "product"}, r"product multiplies probabilities; set sigmoid: true"),
+        (
+            {"step_separator": None},
+            r"liked\.steps: .*/fits does not name the text that ends a step .* set .*\.step_separator",
+        ),
+        ({"step_aggregation": "product"}, r"product needs probabilities; set sigmoid: true"),
     ):
         with pytest.raises(UserError, match=message):
             check("train", rewards={"models": {"liked": steps | more}})
     check("train", rewards={"models": {"liked": steps | {"step_aggregation": "product", "sigmoid": True}}})
-    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both have rewards at the ends"):
+    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both place rewards at the ends"):
         check("train", rewards={"models": {"liked": steps, "other": steps}})
-    with pytest.raises(UserError, match=r"rollout\.program = agent is no text in steps"):
+    with pytest.raises(UserError, match=r"rollout\.program = agent cannot be split into steps"):
         check("train", rewards=models, rollout={"program": "agent"})
     by_lines = tmp_path / "by_lines"
     shutil.copytree(fits, by_lines)
@@ -254,7 +260,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     (by_lines / "config.json").write_text(json.dumps(hf_config))
     check("train", rewards={"models": {"liked": {"path": str(by_lines), "steps": True}}})
     with pytest.raises(
-        UserError, match=r"step_separator = '\\n', and .*by_lines has learned from steps that end with '\\n\\n'"
+        UserError, match=r"step_separator = '\\n', but .*by_lines was trained with steps that end with '\\n\\n'"
     ):
         check("train", rewards={"models": {"liked": steps | {"path": str(by_lines)}}})
     mean = tmp_path / "mean"
@@ -263,7 +269,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     (mean / "config.json").write_text(json.dumps(hf_config))
     check("reward", model={"path": str(mean)}, reward_model={"pooling": "mean"})
     with pytest.raises(
-        UserError, match=r"pooling = last, and the reward model .*/mean has learned with mean; set pooling"
+        UserError, match=r"pooling = last, but the reward model .*/mean was trained with mean; set pooling"
     ):
         check("reward", model={"path": str(mean)})
     start = {"checkpoint": {"load": "runs/x/checkpoints/step_000010"}}
@@ -273,7 +279,9 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
         ("dpo", "dpo", {}),
         ("train", r"algorithm\.kl", {"algorithm": {"kl": {"coefficient": 0.1}}}),
     ):
-        with pytest.raises(UserError, match=rf"checkpoint\.load without {key}\.reference: .* its reference as .*llama"):
+        with pytest.raises(
+            UserError, match=rf"checkpoint\.load without {key}\.reference: .* the reference from .*llama"
+        ):
             check(kind, **section, **start)
     for kind, key in (("dpo", "dpo"), ("train", "kl")):
         for folder, why in (("none", "does not exist"), ("foreign", "has another tokenizer than")):

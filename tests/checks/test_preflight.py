@@ -30,7 +30,7 @@ GAE = {"algorithm": {"advantage": "gae"}}
 REFUSED = {
     "likelihoods where rewards are learned from": (
         {"eval": {"likelihood": True}},
-        r"eval\.likelihood is of megatron-rl eval.*; set it to false",
+        r"eval\.likelihood works only in megatron-rl eval.*; set it to false",
     ),
     "a hook that there is not": (
         {"hooks": ["megatron_rl.hooks.guards:OnPolice"]},
@@ -50,7 +50,7 @@ REFUSED = {
     ),
     "routes that no pass records": (
         {"routing": {"source": "r2"}, "batch": {"epochs": 2}, "correction": {"bypass": True}},
-        r"bypass leaves out the pass in which routing\.source = r2 records the routes",
+        r"bypass skips the forward pass in which routing\.source = r2 records the routes",
     ),
     "an early stop of one update": (
         {"algorithm": {"target_kl": 0.01}},
@@ -69,19 +69,19 @@ REFUSED = {
     ),
     "a warm-up as long as all updates": (
         {"steps": 3, "batch": {"updates_per_step": 2, "epochs": 2}, "optimizer": {"warmup_steps": 12}},
-        r"optimizer\.warmup_steps = 12 leaves nothing of the 12 updates to train; the largest is 11",
+        r"optimizer\.warmup_steps = 12 is not below the 12 updates of the schedule; the largest value is 11",
     ),
     "a warm-up as long as the updates behind the critic's": (
         {**GAE, "steps": 3, "critic": {"warmup_steps": 1}, "batch": {"epochs": 2}, "optimizer": {"warmup_steps": 4}},
-        r"optimizer\.warmup_steps = 4 leaves nothing of the 4 updates to train; the largest is 3",
+        r"optimizer\.warmup_steps = 4 is not below the 4 updates of the schedule; the largest value is 3",
     ),
     "a critic's warm-up as long as all updates": (
         {**GAE, "steps": 3, "batch": {"epochs": 2}, "critic": {"optimizer": {"warmup_steps": 6}}},
-        r"critic\.optimizer\.warmup_steps = 6 leaves nothing of the 6 updates to train; the largest is 5",
+        r"critic\.optimizer\.warmup_steps = 6 is not below the 6 updates of the schedule; the largest value is 5",
     ),
     "a warm-up as long as the decay": (
         {"optimizer": {"warmup_steps": 5, "decay": "linear", "decay_steps": 5}},
-        r"optimizer\.warmup_steps = 5 leaves nothing of the 5 updates to train",
+        r"optimizer\.warmup_steps = 5 is not below the 5 updates of the schedule",
     ),
     "on-policy with old samples": (
         {
@@ -105,7 +105,7 @@ REFUSED = {
     ),
     "biases that there are not": (
         {"model": {"moe_bias_update_rate": 1e-3}},
-        r"model\.moe_bias_update_rate = 0\.001 does nothing: the routers of Qwen3MoeForCausalLM have no biases",
+        r"model\.moe_bias_update_rate = 0\.001 does nothing: the routers of Qwen3MoeForCausalLM have no expert biases",
     ),
     "no sinks": (
         {"model": {"attention_sinks": "ignored"}},
@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "one left out": (
         {"correction": {"mode": "truncate", "high": 0.2}},
-        "leave out a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
+        "exclude a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
     ),
     "truncated below": (
         {"correction": {"mode": "truncate", "low": 0.5, "high": 2.0}},
@@ -141,7 +141,7 @@ REFUSED = {
     ),
     "speculation with routes": (
         {"rollout": {"routes": True, "server": {"extra_args": ["--speculative-algorithm=NGRAM"]}}},
-        "speculative decoding, for whose drafts SGLang's record of routes has no room; leave it out",
+        "speculative decoding, whose draft tokens SGLang cannot record routes for; leave it out",
     ),
     "a flag that has a key": (
         {"rollout": {"server": {"extra_args": ["--dtype", "half"]}}},
@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "experts of a server": (
         {"rollout": {"server": {"tensor": 4, "expert": 6}}},
-        "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; take 2",
+        "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; use 2",
     ),
     "GPUs by a flag": (
         {"rollout": {"server": {"extra_args": ["--base-gpu-id", "4"]}}},
@@ -208,12 +208,12 @@ REFUSED = {
     ),
     "pass of too many": (
         {"eval": {"pass_at": [2, 8]}},
-        "pass@8 needs as many .* eval.samples is 4; raise eval.samples",
+        "pass@8 needs at least that many .* eval.samples is 4; raise eval.samples",
     ),
     "unpruned anyway": ({"eval": {"unpruned": True}}, "eval.unpruned without pruning.enabled: .*set unpruned: false"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},
-        "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",
+        "correction.veto with correction.bypass: bypass computes no log-probs.*set correction.bypass: false, or veto: null",
     ),
     "mode with bypass": ({"correction": {"bypass": True, "mode": "truncate", "high": 2.0}}, "or mode: none"),
     "rejection with bypass": (
@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "bypass without a ratio": (
         {"correction": {"bypass": True}, "algorithm": {"loss": "reinforce"}},
-        "loss = reinforce, which has no ratio.*algorithm.loss: ppo",
+        "loss = reinforce: this loss has no ratio.*algorithm.loss: ppo",
     ),
     "bypass of the recording": (
         {
@@ -230,7 +230,7 @@ REFUSED = {
             "routing": {"source": "r2"},
             "batch": {"prompts_per_step": 4, "updates_per_step": 2},
         },
-        "leaves out the pass in which routing.source = r2 records.*routing.source: r3",
+        "skips the forward pass in which routing.source = r2 records.*routing.source: r3",
     ),
     "top_p alone": (
         {"rollout": {"sampling": {"top_p": 0.9}}},
@@ -258,7 +258,7 @@ REFUSED |= {
     ),
     "vp2o behind a fused router": (
         {**VP2O, "model": {"moe_router_fusion": True}},
-        "does not tell which experts are active together; turn the fusion off",
+        "does not report which experts are active; set moe_router_fusion: false",
     ),
     "outputs that are added up on the way": (
         {**VP2O, "model": {"moe_dispatcher": "allgather"}},
@@ -294,11 +294,11 @@ REFUSED |= {
     ),
     "vp2o that leaves no pair alone": (
         {"vp2o": {"enabled": True, "neighbors": 4, "inactive_neighbors": 4}},
-        "inactive_neighbors = 4 leave no pair of .* 8 experts a layer alone; set vp2o.neighbors: 2 and vp2o.inactive_n.*: 2",
+        "inactive_neighbors = 4 cover all pairs of .* 8 experts per layer; set vp2o.neighbors: 2 and vp2o.inactive_n.*: 2",
     ),
     "vp2o's temperature of nothing": (
         {"vp2o": {"enabled": True, "attraction": "mean", "temperature": 2.0}},
-        "temperature with vp2o.attraction: mean and without an absolute repulsion does nothing; set vp2o.repulsion instead",
+        "temperature has no effect with vp2o.attraction: mean and without an absolute repulsion; set vp2o.repulsion instead",
     ),
     "vp2o's mean of one": (
         {"vp2o": {"enabled": True, "attraction": "mean", "neighbors": 1}},
@@ -314,7 +314,7 @@ REFUSED |= {
     ),
     "old rollouts": (
         {"sync": {"refresh": {"when": "drift"}}},
-        "up to 8 steps old, and nothing corrects for it; set correction.bypass: true",
+        "up to 8 steps old without a correction; set correction.bypass: true",
     ),
     "old routes": (
         {
@@ -323,7 +323,7 @@ REFUSED |= {
             "rollout": {"routes": True},
             "correction": {"bypass": True},
         },
-        "when = drift with routing.source = r3: what is replayed must be of the weights that are trained",
+        "when = drift with routing.source = r3: replayed routes must come from the trained weights",
     ),
 }
 REFUSED |= {
@@ -345,15 +345,15 @@ REFUSED |= {
     ),
     "state on the host of fp32 weights": (
         {"optimizer": {"cpu_offload": 1.0}, "precision": {"train": "fp32"}},
-        "no 16-bit weights whose fp32 copies could be on the host; set precision.train: bf16, or cpu_offload: 0",
+        "only 16-bit weights have fp32 copies to keep on the host; set precision.train: bf16, or cpu_offload: 0",
     ),
     "state on the host and completed weights": (
         {"optimizer": {"cpu_offload": 1.0, "precision_aware": True}},
-        "cpu_offload = 1 with optimizer.precision_aware: the host keeps whole fp32 weights; set one of the two",
+        "cpu_offload = 1 with optimizer.precision_aware: the host always keeps whole fp32 weights; set only one of the two",
     ),
     "an Adam that is not here": (
         {"optimizer": {"precision_aware": True}},
-        "precision_aware needs a GPU and the Adam of Transformer Engine 2.1 .*set it to false, or save by optimizer.cpu_off",
+        "precision_aware needs a GPU and the Adam of Transformer Engine 2.1 .*set it to false, or use optimizer.cpu_off",
     ),
     "completed weights of an optimizer that is not sharded": (
         {"optimizer": {"precision_aware": True}, "parallel": {"distributed_optimizer": False}},
@@ -361,7 +361,7 @@ REFUSED |= {
     ),
     "completed weights in fp32": (
         {"optimizer": {"precision_aware": True}, "precision": {"train": "fp32"}},
-        "there are no 16-bit weights to complete; set precision.train: bf16",
+        "only 16-bit weights lack bits of fp32 weights; set precision.train: bf16",
     ),
     "short moments of an Adam that has none": (
         {"optimizer": {"moments": "bf16"}},
@@ -369,15 +369,15 @@ REFUSED |= {
     ),
     "a preview of what is on the host": (
         {"vp2o": {"enabled": True, "trust_region": 0.1}, "optimizer": {"cpu_offload": 0.5}},
-        "trust_region looks at a step before it is done, .*optimizer.cpu_offload keeps elsewhere; set one of the two",
+        "trust_region previews each update .*optimizer.cpu_offload keeps on the host; set only one of the two",
     ),
     "bf16 gradients of fp32 weights": (
         {"precision": {"train": "fp32", "gradients": "bf16"}},
-        "gradients have the type of the weights, or fp32; set precision.train: bf16, or gradients: fp32",
+        "gradients must have the type of the weights, or fp32; set precision.train: bf16, or gradients: fp32",
     ),
     "vp2o in bf16 sums": (
         {**VP2O, "precision": {"gradients": "bf16"}},
-        "gradients = bf16 with vp2o.enabled, .*set gradients: fp32",
+        "gradients = bf16 with vp2o.enabled: .*set gradients: fp32",
     ),
     "nothing to gather": (
         {"parallel": {"overlap_param_gather": True, "distributed_optimizer": False}},
@@ -385,7 +385,7 @@ REFUSED |= {
     ),
     "vp2o of weights on their way": (
         {**VP2O, "parallel": {"overlap_param_gather": True}},
-        "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
+        "overlap_param_gather with vp2o.enabled: .*set overlap_param_gather: false",
     ),
 }
 AHEAD = {"correction": {"mode": "truncate", "high": 2.0}, "rollout": {"max_staleness": 1}}
@@ -404,7 +404,7 @@ SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
 REFUSED |= {
     "stragglers of a record": (
         {"rollout": {"over_sample_rate": 0.5, "load": "somewhere"}, "eval": {"prompts": 0}},
-        r"rollout\.over_sample_rate = 0\.5 with rollout\.load: no server is asked; set over_sample_rate: 0",
+        r"rollout\.over_sample_rate = 0\.5 with rollout\.load: no responses are sampled; set over_sample_rate: 0",
     ),
     "stragglers that nobody can end": (
         {"rollout": {"over_sample_rate": 0.5, "program": "openai_agent"}, "agent": {"function": "a:b"}},
@@ -424,11 +424,11 @@ REFUSED |= {
     ),
     "spread of rewards that come later": (
         {**SAMPLES_AGAIN, "rewards": {"models": {"liked": {"address": "http://localhost:1"}}}},
-        r"rollout\.dynamic_sampling with rewards\.models, which score behind the rollout",
+        r"rollout\.dynamic_sampling with rewards\.models, which score only after the rollout",
     ),
     "spread of what a judge says later": (
         {**SAMPLES_AGAIN, "rewards": {"judges": {"wise": {"address": "http://localhost:1/v1", "model": "m"}}}},
-        r"rollout\.dynamic_sampling with rewards\.judges, which score behind the rollout",
+        r"rollout\.dynamic_sampling with rewards\.judges, which score only after the rollout",
     ),
     "features of responses that may be left out": (
         {**SAMPLES_AGAIN, "routing": {"source": "pr3", "features": "engine"}},
@@ -477,11 +477,11 @@ REFUSED |= {
             "algorithm": {"kl": {"coefficient": 0.1, "target": 0.1, "horizon": 4}},
             "batch": {"prompts_per_step": 5, "samples_per_prompt": 4},
         },
-        r"kl\.horizon = 4: the 20 responses of a step are five horizons or more.* set horizon: 200",
+        r"kl\.horizon = 4: a step has 20 responses, five horizons or more.* set horizon: 200",
     ),
     "a critic alone": (
         {**GAE, "steps": 3, "critic": {"warmup_steps": 3}},
-        r"critic\.warmup_steps = 3 leaves none of the 3 steps to the policy",
+        r"critic\.warmup_steps = 3 leaves none of the 3 steps for training the policy",
     ),
     "no critic in that folder": (
         {**GAE, "critic": {"path": "nowhere"}},
@@ -497,7 +497,7 @@ REFUSED |= {
     ),
     "the critic's state on the host": (
         {**GAE, "critic": {"optimizer": {"cpu_offload": 1.0}}, "precision": {"train": "fp32"}},
-        r"no 16-bit weights whose fp32 copies could be on the host.* \(of the critic\)",
+        r"only 16-bit weights have fp32 copies to keep on the host.* \(of the critic\)",
     ),
 }
 HOPPER = Machine((9, 0), None, None, "13.0")
@@ -506,12 +506,12 @@ NO_EXPERTS = {
     "one expert": (
         ("qwen3_moe", "--experts", "1", "--topk", "1"),
         VP2O,
-        "Qwen3MoeForCausalLM has one expert a layer; set vp2o.enabled: false",
+        "Qwen3MoeForCausalLM has one expert per layer; set vp2o.enabled: false",
     ),
     "one expert a token": (
         ("qwen3_moe", "--topk", "1"),
         VP2O,
-        "sends a token to one expert, which has nothing to be kept apart from; set vp2o.orthogonality: 0",
+        "sends each token to a single expert, which has no other output to be orthogonal to; set vp2o.orthogonality: 0",
     ),
 }
 
@@ -569,10 +569,10 @@ def test_a_warm_up_is_of_the_commands_own_updates(kind, tiny_model, monkeypatch)
         preflight(build_config({"steps": 3, "model": {"path": str(tiny_model("qwen3_moe"))}, **sections}), as_kind)
 
     look(kind, 2, updates_per_step=3)
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 3 leaves nothing of the 3 updates to train"):
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 3 is not below the 3 updates of the schedule"):
         look(kind, 3, updates_per_step=3)
     with pytest.raises(
-        UserError, match=rf"batch\.epochs = 2 is of reinforcement learning, and megatron-rl {kind} goes"
+        UserError, match=rf"batch\.epochs = 2 works only in reinforcement learning; for megatron-rl {kind}, increase"
     ):
         look(kind, 0, epochs=2)
     look("sample", 3, epochs=2)
@@ -587,7 +587,7 @@ def test_a_loss_with_another_losss_settings_is_told():
 
     clip, mean = hints(loss="gspo")
     assert "clip_low = 0.2, clip_high = 0.2" in clip and "3e-4 and 4e-4" in clip and "\n" not in clip
-    assert "gspo with aggregation: token_mean" in mean and "(sequence_mean)" in mean
+    assert "gspo with aggregation: token_mean" in mean and "aggregation: sequence_mean" in mean
     own = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"}
     assert hints(loss="gspo", **own) == hints(loss="gspo", **own | {"clip_low": None, "clip_high": None}) == []
     assert len(hints(loss="gspo", **own | {"clip_high": 0.28})) == 1
@@ -620,7 +620,9 @@ def test_biases_of_experts_move_where_the_whole_model_learns_from_data(tiny_mode
     config = build_config(settings)
     for kind in ("sft", "reward", "dpo"):
         preflight(config, kind)
-    with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001: biases that move change the policy apart"):
+    with pytest.raises(
+        UserError, match=r"moe_bias_update_rate = 0\.001: bias updates would change the policy without its loss"
+    ):
         preflight(config, "train")
     with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001 with lora\.rank: .* set one of the two to 0"):
         preflight(build_config({**settings, "lora": {"rank": 4}}), "sft")
@@ -640,7 +642,9 @@ def test_refused_at_the_start(case, tiny_model, monkeypatch):
 
 def test_memory_savers_on_a_gpu():
     half, aware = ({"optimizer": keys} for keys in ({"cpu_offload": 0.5}, {"precision_aware": True, "moments": "bf16"}))
-    with pytest.raises(UserError, match="needs Transformer Engine or Apex, .*install one, or set cpu_offload: 1.0"):
+    with pytest.raises(
+        UserError, match="needs the Adam of Transformer Engine or Apex, .*install one of them, or set cpu_offload: 1.0"
+    ):
         refuse(build_config(half), *MEMORY, machine=HOPPER)
     refuse(build_config({"optimizer": {"cpu_offload": 1.0}}), *MEMORY, machine=HOPPER)
     refuse(build_config(half), *MEMORY, machine=replace(HOPPER, fused_adam=True))
@@ -660,7 +664,7 @@ def test_rho_outside_its_interval(rho):
 
 
 def test_min_p_is_the_prunings_rho():
-    with pytest.raises(UserError, match=r"min_p'; that is pruning.rho, with .*leave it out where it is 0"):
+    with pytest.raises(UserError, match=r"min_p'; use pruning.rho with .*leave it out instead of 0"):
         build_config({"rollout": {"sampling": {"min_p": 0.1}}})
 
 
@@ -739,7 +743,9 @@ def test_a_push_ends_within_the_patience_of_the_other_processes(tiny_model, monk
     preflight(config, "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*make the former larger"):
+    with pytest.raises(
+        UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*increase parallel.timeout_s"
+    ):
         preflight(config, "train")
     preflight(config, "sample")
 
@@ -762,10 +768,10 @@ GPU = {
         (9, 0),
         False,
         {},
-        "built without nvcc, for the CPU alone: tools/setup.sh --gpu .*kernels: any",
+        "built without nvcc, only for the CPU: tools/setup.sh --gpu .*kernels: any",
     ),
-    "an old GPU": ((7, 5), True, {}, "compute capability 8.0 and later, this GPU has 7.5; model.kernels: any"),
-    "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "takes heads of 20 .*kernels: any"),
+    "an old GPU": ((7, 5), True, {}, "compute capability 8.0 or later, and this GPU has 7.5; model.kernels: any"),
+    "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "supports heads of 20 .*kernels: any"),
 }
 
 
@@ -815,9 +821,15 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
             (9, 0),
             "fp32",
             False,
-            r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*auto takes what does",
+            r"= FA4: it does not support heads of 16 \(keys\) .* in float32 .*set it to auto",
         ),
-        ("auto", (9, 0), "bf16", True, "= auto: FA4 cannot be used: ModuleNotFoundError.*; torch does without it"),
+        (
+            "auto",
+            (9, 0),
+            "bf16",
+            True,
+            "= auto: FA4 cannot be used: ModuleNotFoundError.*; set it to torch, which does not need it",
+        ),
         (
             "FA3",
             (9, 0),
@@ -847,7 +859,7 @@ def test_a_flash_attention_that_cannot_be_taken_is_refused(
     [
         ({"moe_router_fusion": True}, Machine(None, "2.20.2", None, "13.0"), "needs a GPU and Transformer Engine"),
         ({"moe_router_fusion": True}, Machine((9, 0), None, None, "13.0"), "set it to false, or install it"),
-        ({"moe_dispatcher": "flex"}, Machine((9, 0), "2.20.2", None, "13.0"), "the package deep_ep; take alltoall"),
+        ({"moe_dispatcher": "flex"}, Machine((9, 0), "2.20.2", None, "13.0"), "the package deep_ep; use alltoall"),
     ],
 )
 def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):

@@ -78,7 +78,7 @@ def test_installed_parts_are_named_with_their_versions(packages, monkeypatch):
     files = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch.py": ""}
     packages(files, transformer_engine="2.9.0")
     found = found_of("Transformer Engine")
-    assert found.state == "missing" and found.found == "2.9.0, left alone", "there is no GPU"
+    assert found.state == "missing" and found.found == "2.9.0, not used", "there is no GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert found_of("Transformer Engine") == doctor.Finding("Transformer Engine", "ok", "2.9.0")
 
@@ -92,12 +92,12 @@ def test_flash_attention_4_is_taken_where_the_gpu_is_one_for_it_and_an_error_whe
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
         found = found_of("flash attention")
         assert (found.state, found.found) == ("ok", "torch's own (FlashAttention 2), FA4")
-        assert found.note == f"model.flash_attention: auto takes {taken} here, in bf16"
+        assert found.note == f"model.flash_attention: auto uses {taken} here, in bf16"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     packages({"flash_attn/cute/interface.py": BROKEN})
     sys.modules.pop("flash_attn.cute.interface")
     found = found_of("flash attention")
-    assert found.state == "error" and "must not be imported; model.flash_attention: torch does without it" in found.note
+    assert found.state == "error" and "must not be imported; set model.flash_attention: torch, which" in found.note
 
 
 def test_transformer_engine_on_a_gpu_is_a_cost_where_absent_and_an_error_where_broken(packages, monkeypatch):
@@ -112,11 +112,11 @@ def test_transformer_engine_on_a_gpu_is_a_cost_where_absent_and_an_error_where_b
 @pytest.mark.parametrize(
     ("capability", "built", "state", "words"),
     [
-        (None, False, "ok", "alone"),
+        (None, False, "ok", "only"),
         (None, True, "ok", "and CUDA"),
         ((9, 0), True, "ok", "and CUDA"),
         ((9, 0), False, "error", "tools/setup.sh --gpu installs nvcc"),
-        ((7, 5), True, "error", "this one has 7.5"),
+        ((7, 5), True, "error", "this GPU has 7.5"),
     ],
 )
 def test_kernels_that_a_run_would_be_refused_for_are_an_error(capability, built, state, words, monkeypatch):
@@ -147,12 +147,12 @@ def test_the_sandbox_is_probed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "state", "words"),
-    [("v1", "ok", "the kernel bounds"), ("v2", "ok", "the kernel bounds"), ("", "missing", "ten times a second")],
+    [("v1", "ok", "the kernel limits"), ("v2", "ok", "the kernel limits"), ("", "missing", "ten times per second")],
 )
 def test_control_groups_are_tried(monkeypatch, version, state, words):
     monkeypatch.setattr(cgroup, "version", lambda: version)
     found = found_of("control groups")
-    assert (found.state, found.found) == (state, version or "none can be made by this user") and words in found.note
+    assert (found.state, found.found) == (state, version or "this user cannot create any") and words in found.note
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_how_scorers_are_isolated(monkeypatch, user, drops, found):
     monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
     monkeypatch.setattr(isolated, "drops_user", lambda: drops)
     monkeypatch.setattr(isolated, "problem", lambda: "")
-    assert found_of("scorers of others").found == found and found_of("scorers of others").state == "ok"
+    assert found_of("third-party scorers").found == found and found_of("third-party scorers").state == "ok"
     monkeypatch.setattr(isolated, "problem", lambda: "do this")
-    assert found_of("scorers of others") == doctor.Finding(
-        "scorers of others", "missing", "reasoning_gym tasks are refused", "do this"
+    assert found_of("third-party scorers") == doctor.Finding(
+        "third-party scorers", "missing", "reasoning_gym tasks are refused", "do this"
     )
 
 
@@ -192,7 +192,7 @@ FOUND = {"sglang": "1", "torch": None, "transformers": None, "problem": "ImportE
 @pytest.mark.parametrize(
     ("code", "state", "words"),
     [
-        ("import sys; sys.exit(3)", "error", "ended with status 3"),
+        ("import sys; sys.exit(3)", "error", "ended its Python with status 3"),
         (f"print('{json.dumps(FOUND | {'code': code()})}')", "error", "cannot be imported (ImportError: x)"),
         (f"print('{json.dumps(FOUND | {'code': None})}')", "error", "lacks megatron-rl-sglang: run tools/setup.sh"),
         ("import time; time.sleep(600)", "warning", "took longer"),

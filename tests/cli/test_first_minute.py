@@ -73,7 +73,7 @@ def test_the_program_lists_its_keys(capsys):
     assert sorted(key for key in listed if ".NAME." not in key) == sorted(key_paths())
     assert cli.main(["keys", "checkpoint.keep"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("checkpoint.keep: 2") and "Newest complete checkpoints" in lines[1]
+    assert lines[0].startswith("checkpoint.keep: 2") and "newest complete checkpoints" in lines[1]
     assert [line for line in lines if line.startswith("checkpoint.keep_best")]
     assert cli.main(["keys", "checkpoint.kep"]) == 2
     assert "no key begins with 'checkpoint.kep'; did you mean 'checkpoint.keep'?" in capsys.readouterr().err
@@ -93,7 +93,7 @@ MORE = {
 WRONG = {
     "a folder that is missing": (["--model.path", "./nowhere"], "model.path = ./nowhere: does not exist"),
     "no model": (["--model.path", ""], "model.path is empty"),
-    "a folder without config.json": (["--model.path", "empty"], "model folder empty: has no config.json"),
+    "a folder without config.json": (["--model.path", "empty"], "has no config.json"),
     "an id that cannot be had": (["--model.path", "some/model"], "some/model is not, or not wholly, in the cache"),
     "a key that there is not": (["--model.paht", "x"], "unknown key 'model.paht'; did you mean 'model.path'"),
     "a value of another type": (["--steps", "many"], "'steps' = 'many'"),
@@ -134,9 +134,9 @@ OF_COMMANDS = {
         "a level of nothing": (["--correction.level", "sequence"], "correction.level = sequence does nothing"),
         "a misspelled loss": (["--algorithm.loss", "gsop"], "there is no loss 'gsop'; did you mean 'gspo'"),
         "a misspelled advantage": (["--algorithm.advantage", "grop"], "no advantage 'grop'; did you mean 'grpo'"),
-        "a group of one": (["--batch.samples_per_prompt", "1"], "leaves a response nothing to be compared with"),
+        "a group of one": (["--batch.samples_per_prompt", "1"], "leaves no other response to compare with"),
         "gae's key": (["--algorithm.lam", "0.5"], "algorithm.lam = 0.5 does nothing"),
-        "staleness without correction": (["--rollout.max_staleness", "1"], "nothing corrects for it"),
+        "staleness without correction": (["--rollout.max_staleness", "1"], "without a correction"),
         "a program that there is not": (
             ["--rollout.program", "agnet"],
             "no rollout program 'agnet'; did you mean 'agent'",
@@ -169,7 +169,7 @@ OF_COMMANDS = {
         )
     },
     "certify": {"of nothing": (["--prompts", "0"], "certify: --prompts 0")},
-    "launch": {"no time": (["--time", "00:01:00"], "launch: --time 00:01:00 leaves less to train")},
+    "launch": {"no time": (["--time", "00:01:00"], "launch: --time 00:01:00 leaves less time to train")},
 }
 DATA = {
     "a file that is missing": (

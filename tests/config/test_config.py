@@ -138,14 +138,14 @@ def test_overrides_win_over_the_file_and_floats_may_lack_a_dot(tmp_path):
 
 
 UNREADABLE = {
-    "latin-1": ("name: läuf\n".encode("latin-1"), "no text in UTF-8"),
-    "UTF-16": ("steps: 3\n".encode("utf-16"), "no text in UTF-8"),
-    "nothing": (b"", "it is empty"),
-    "comments": (b"# steps: 3\n", "it is empty"),
-    "a list": (b"- steps: 3\n", "but a list"),
-    "an empty list": (b"[]\n", "but a list"),
-    "a text": (b"hello\n", "but a str"),
-    "false": (b"false\n", "but a bool"),
+    "latin-1": ("name: läuf\n".encode("latin-1"), "not text in UTF-8"),
+    "UTF-16": ("steps: 3\n".encode("utf-16"), "not text in UTF-8"),
+    "nothing": (b"", "the file is empty"),
+    "comments": (b"# steps: 3\n", "the file is empty"),
+    "a list": (b"- steps: 3\n", "found a list"),
+    "an empty list": (b"[]\n", "found a list"),
+    "a text": (b"hello\n", "found a str"),
+    "false": (b"false\n", "found a bool"),
     "two documents": (b"steps: 3\n---\nsteps: 5\n", "not YAML: line 2"),
     "a tab": (b"batch:\n\tprompts_per_step: 4\n", "not YAML: line 2"),
     "a NUL": (b"steps: 3\0\n", "not YAML"),
@@ -353,9 +353,9 @@ def test_old_names_are_errors_that_name_the_new_one():
         with pytest.raises(UserError, match=f"unknown key '{old}'; it is called '{new}' now"):
             build_config(values)
         assert new in key_paths() and old not in key_paths()
-    with pytest.raises(UserError, match=r"'model\.freeze_router'; that is model\.freeze: \['\*\.mlp\.router\.\*'\]"):
+    with pytest.raises(UserError, match=r"'model\.freeze_router'; use model\.freeze: \['\*\.mlp\.router\.\*'\]"):
         build_config({"model": {"freeze_router": True}})
-    with pytest.raises(UserError, match=r"'correction\.normalize'; that is correction\.denominator: weights"):
+    with pytest.raises(UserError, match=r"'correction\.normalize'; use correction\.denominator: weights"):
         build_config({"correction": {"normalize": True}})
     for key, values in RENAMED_VALUES.items():
         section, _, name = key.rpartition(".")

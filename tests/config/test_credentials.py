@@ -37,7 +37,7 @@ def test_references_are_read_and_kept(tmp_path, monkeypatch, secret):
         assert hidden(tree) == tree and hide(f"--rollout.api_key={reference}").endswith(reference)
     assert key_of(None, "x") == "" and read("plain", "x") == "plain"
     for missing, why in (
-        ("env:NOT_SET_HERE", "the environment has no NOT_SET_HERE"),
+        ("env:NOT_SET_HERE", "the environment variable NOT_SET_HERE is not set"),
         (f"file:{tmp_path}/none", "none cannot be read"),
         (f"file:{tmp_path}", "cannot be read"),
         ("file:a\0b", "cannot be read"),
@@ -49,7 +49,7 @@ def test_references_are_read_and_kept(tmp_path, monkeypatch, secret):
 @pytest.mark.parametrize("text", ["", "-begins", "two words", "line\nbreak", "\u00fcmlaut", "\x1b[31m"])
 def test_keys_that_no_header_or_command_line_holds_are_refused(tmp_path, text):
     (tmp_path / "key").write_text(text)
-    with pytest.raises(UserError, match=r"config: rollout.api_key: the key there is empty, begins with"):
+    with pytest.raises(UserError, match=r"config: rollout.api_key: the key must not be empty or begin with"):
         key_of(f"file:{tmp_path}/key", "rollout.api_key")
 
 
@@ -181,15 +181,15 @@ def test_the_first_who_needs_a_key_makes_it_for_all(tmp_path):
     assert len(key) == 64 and int(key, 16) >= 0, "hexadecimal: no option of a command line begins so"
     assert (folder / "server.key").stat().st_mode & 0o077 == 0
     (folder / "server.key").chmod(0o640)
-    with pytest.raises(UserError, match=r"server.key can be read by others: end its servers and remove it"):
+    with pytest.raises(UserError, match=r"server.key can be read by other users: stop its servers and remove the file"):
         key_of_folder(folder)
     (folder / "server.key").chmod(0o600)
     (folder / "server.key").rename(tmp_path / "elsewhere")
     (folder / "server.key").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"server.key: the key of the servers cannot be kept there"):
+    with pytest.raises(UserError, match=r"server.key: the servers' key cannot be stored there"):
         key_of_folder(folder)
     (tmp_path / "elsewhere").rename(folder / "server.key")
     if not os.geteuid():
         os.chown(folder / "server.key", 65534, 65534)
-        with pytest.raises(UserError, match=r"server.key is another user's: choose another folder"):
+        with pytest.raises(UserError, match=r"server.key belongs to another user: choose another folder"):
             key_of_folder(folder)

@@ -35,14 +35,14 @@ def test_three_kinds_of_names(file):
     ("name", "message"),
     [
         ("maen", r"config: data.score: there is no score 'maen'; did you mean 'mean'\?"),
-        ("xyz", "there is no score 'xyz'; there is: mean, median"),
+        ("xyz", "there is no score 'xyz'; available: mean, median"),
         ("no_such_module:f", "no_such_module:f: there is no module 'no_such_module'"),
         ("os.no_such:f", "there is no module 'os.no_such'"),
         ("nowhere/mine.py:f", "there is no file nowhere/mine.py"),
         ("os.path:jion", "os.path has no 'jion'; did you mean 'join'"),
         ("os.path:", "there is no score 'os.path:'"),
         (":f", "there is no score ':f'"),
-        ("os:sep", "os:sep is '/', not a score: nothing that can be called"),
+        ("os:sep", "os:sep is '/', which cannot be called"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(name, message):
@@ -54,8 +54,8 @@ def test_mistakes_are_one_line_that_names_the_key(name, message):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("x = 1\ny = 1 / 0\n", r"fails when imported: ZeroDivisionError: division by zero \(.*mine.py:2\)"),
-        ("def f(:\n", r"fails when imported: SyntaxError: .*mine.py:1\)"),
+        ("x = 1\ny = 1 / 0\n", r"cannot be imported: ZeroDivisionError: division by zero \(.*mine.py:2\)"),
+        ("def f(:\n", r"cannot be imported: SyntaxError: .*mine.py:1\)"),
         ("import no_such_package\n", "ModuleNotFoundError: No module named 'no_such_package'"),
     ],
 )

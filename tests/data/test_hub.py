@@ -349,9 +349,7 @@ def test_a_runs_config_has_ids_and_commits(tiny_model, tmp_path, monkeypatch):
     assert moved.model.path.endswith(SECOND)
     for file in (cache / "models--some--model" / "snapshots" / FIRST).iterdir():
         file.unlink()
-    with pytest.raises(
-        UserError, match=rf"some/model@{FIRST}: .*run has learned from that commit so far: .* some/model@main"
-    ):
+    with pytest.raises(UserError, match=rf"some/model@{FIRST}: .*run has used that commit so far: .* some/model@main"):
         with_folders(build_config(plain), "sft")
     (tmp_path / "run" / "config.yaml").write_text("model: [")  # as a full disk leaves it
     assert with_folders(build_config(plain), "sft").model.path.endswith(SECOND)
@@ -366,7 +364,7 @@ def test_processes_that_found_different_commits_are_told():
     for place in model_places(first):
         text = model_places(first)[place]
         other = replaced(first, place, text.replace(FIRST, SECOND))
-        with pytest.raises(UserError, match=f"{SECOND}, and the first one {text}; name one of the two commits"):
+        with pytest.raises(UserError, match=f"{SECOND}, and the first process {text}; name one of the two commits"):
             check_alike(model_places(other), model_places(first))
 
 
@@ -397,4 +395,4 @@ def test_a_run_learns_from_what_was_downloaded_and_goes_on_with_the_same_commit(
             assert f"path: some/model@{FIRST}" in (tmp_path / "run" / "config.yaml").read_text()
             commits["main"] = SECOND
             folders(tmp_path, "some/model", url=served.url)  # somebody else gets the newer one
-    assert "resumed at step 1" in log.read_text() and "config keys that differ" not in log.read_text()
+    assert "resumed at step 1" in log.read_text() and "config keys that changed" not in log.read_text()

@@ -240,7 +240,7 @@ def test_the_mismatch_is_attributed(finished, capsys):
     assert "Sources of the mismatch at step 2" in done.stdout and "Sources of" in (run_dir / "report.html").read_text()
     sources = {s["name"]: s for s in json.loads((run_dir / "attribution.json").read_text())["sources"]}
     assert list(sources) == ["routes", "gates", "tail", "attention", "precision", "all"]
-    assert sources["routes"]["kl"] <= 1e-6 and sources["tail"]["removed_by"] == "the run prunes it already"
+    assert sources["routes"]["kl"] <= 1e-6 and sources["tail"]["removed_by"] == "the run already prunes it"
     for arguments, reason in (
         (["--step", "3"], "steps 0, 2 have both"),
         (["--attribut.x", "1"], "unknown key"),

@@ -170,7 +170,7 @@ def test_what_is_not_there_is_not_removed(found):
     assert routes.kl is not None
     [gates] = [s for s in found["routes"].sources if s.name == "gates"]
     assert gates.kl is None and gates.removed_by == "not recorded: set rollout.gates: true"
-    assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
+    assert precision.kl is None and precision.removed_by == "the run already trains in fp32"
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_the_engines_own_part_in_the_routes_is_named():
     """Which routers these are is SGLang's: tests/platform/test_dry_run.py sees them reached."""
     hopper, cpu = (Machine(gpu, None, None, None) for gpu in ((9, 0), None))
     moonlight, gpt_oss = ["DeepseekV3ForCausalLM"], ["GptOssForCausalLM"]
-    assert "its own decode routes up to 16 tokens by another product" in routed_otherwise(moonlight, "fp8", hopper)
+    assert "SGLang's own decode routes up to 16 tokens by another product" in routed_otherwise(moonlight, "fp8", hopper)
     assert "up to 128 tokens" in routed_otherwise(gpt_oss, "bf16", hopper)
     nothing = (moonlight, "fp32", hopper), (moonlight, "bf16", cpu), (["Qwen3MoeForCausalLM"], "bf16", hopper)
     assert [routed_otherwise(*case) for case in nothing] == [""] * 3

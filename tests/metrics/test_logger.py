@@ -179,7 +179,7 @@ def test_beyond_this_machine_prometheus_needs_a_key(tmp_path, monkeypatch):
     port = reserved.getsockname()[1]
     monkeypatch.setenv("OF_THIS_TEST", "k\N{LATIN SMALL LETTER E WITH ACUTE}y")
     keyed = replace(open_to_all, prometheus_port=port, prometheus_api_key="env:OF_THIS_TEST")
-    with pytest.raises(UserError, match=r"logging.prometheus_api_key: the key there"):
+    with pytest.raises(UserError, match=r"logging.prometheus_api_key: the key must not be empty"):
         RunLogger(tmp_path, replace(CONFIG, logging=keyed))
     monkeypatch.setenv("OF_THIS_TEST", "right")
     with RunLogger(tmp_path, replace(CONFIG, logging=keyed)):

@@ -102,7 +102,7 @@ def test_answers_that_are_no_log_probs_are_told_in_one_line(says, answer):
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_teacher_with_another_key_is_asked_once_and_told_apart(says, status):
     with pytest.raises(
-        UserError, match=r"it asks for another key; set the api_key beside its address to where that one is"
+        UserError, match=r"it asks for another key; set the api_key beside its address to the place of that key"
     ):
         teacher_log_probs(says(b"", status), [trajectory([1], [2])], timeout_s=30)
 

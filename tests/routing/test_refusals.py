@@ -16,13 +16,13 @@ from megatron_rl.routing.predictor import PredictorLoss
 from megatron_rl.routing.replay import RouteSource
 
 REFUSED = {
-    "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is dense; use none"),
+    "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is a dense model; set it to none"),
     "fused router": (
         "qwen3_moe",
         {"routing": {"source": "r2"}, "model": {"moe_router_fusion": True}},
         "the fused router would ignore the routes",
     ),
-    "one update": ("qwen3_moe", {"routing": {"source": "pr2"}}, "batch.updates_per_step = 1 has no next"),
+    "one update": ("qwen3_moe", {"routing": {"source": "pr2"}}, "batch.updates_per_step = 1 makes only one update"),
     "features": (
         "qwen3_moe",
         {"routing": {"source": "r3", "features": "engine"}},
@@ -43,7 +43,11 @@ REFUSED = {
         {"routing": {"give_up_below": 0.5, "source": "pr3"}, "batch": {"updates_per_step": 2}},
         "routing.give_up_below = 0.5 does nothing with routing.source = pr3; set routing.source: r3",
     ),
-    "gates without routes": ("qwen3_moe", {"rollout": {"gates": True}}, "no experts: set rollout.routes: true"),
+    "gates without routes": (
+        "qwen3_moe",
+        {"rollout": {"gates": True}},
+        "needs routes, which nothing asks for: set rollout.routes: true",
+    ),
 }
 
 

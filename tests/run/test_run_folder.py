@@ -44,7 +44,7 @@ def holder(tmp_path):
 
 def test_a_folder_has_one_writer_and_kill_9_frees_it(holder, tmp_path):
     with pytest.raises(
-        UserError, match=rf"another process writes there \(process {holder.pid} on .*choose another --name"
+        UserError, match=rf"another process writes to it \(process {holder.pid} on .*choose another --name"
     ):
         lock(tmp_path)
     holder.send_signal(signal.SIGKILL)
@@ -90,7 +90,9 @@ def test_a_resumed_run_names_the_keys_that_differ(model, tmp_path, capsys, alone
     assert "resumed at step 3" in out and "differ" not in out
     with Run(config_of(model, tmp_path, optimizer={"lr": 2e-3}, steps=9), kind="train"):
         pass
-    assert "config keys that differ from the run so far: optimizer.lr: 0.001 -> 0.002" in capsys.readouterr().out
+    assert (
+        "config keys that changed since the run's last start: optimizer.lr: 0.001 -> 0.002" in capsys.readouterr().out
+    )
 
 
 def test_a_folder_of_before_becomes_its_owners_alone(model, tmp_path, alone):
@@ -123,7 +125,7 @@ def test_a_key_that_is_not_there_is_told_before_a_server_starts(model, tmp_path,
         },
     }
     for key, section in wrong.items():
-        with pytest.raises(UserError, match=f"config: {key}: the environment has no NOT_SET_HERE"):
+        with pytest.raises(UserError, match=f"config: {key}: the environment variable NOT_SET_HERE is not set"):
             Run(config_of(model, tmp_path, **section), kind="train")
 
 
@@ -150,7 +152,7 @@ def test_the_program_leaves_the_umask_of_its_caller(tmp_path):
 def test_ctrl_c_says_what_is_saved(model, tmp_path, capsys, alone):
     with pytest.raises(KeyboardInterrupt), Run(config_of(model, tmp_path), kind="train") as run:
         raise KeyboardInterrupt
-    assert "interrupted in step 1: there is no checkpoint; the same command begins anew" in capsys.readouterr().out
+    assert "interrupted in step 1: there is no checkpoint, and the same command starts again" in capsys.readouterr().out
     parallel.shutdown()  # an interrupted process ends here
     (tmp_path / "one" / "checkpoints" / "step_000003").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), Run(config_of(model, tmp_path), kind="train") as run:
@@ -158,7 +160,8 @@ def test_ctrl_c_says_what_is_saved(model, tmp_path, capsys, alone):
         raise KeyboardInterrupt
     out = capsys.readouterr().out
     assert (
-        "interrupted in step 6: there is checkpoint of step 3; steps after it are lost. The same command goes on" in out
+        "interrupted in step 6: the newest checkpoint is of step 3; later steps are lost. The same command resumes"
+        in out
     )
 
 

@@ -95,7 +95,7 @@ def test_a_server_that_asks_for_another_key_is_named_with_the_remedy(serve, join
     address = serve("another")
     (tmp_path / "a.address").write_text(address)
     servers, said = join()
-    wrong = "asks for another key; set rollout.api_key to where that one is (env:NAME or file:PATH)"
+    wrong = "asks for another key; set rollout.api_key to the place of that key (env:NAME or file:PATH)"
     with pytest.raises(UserError) as error:
         servers.wait_ready()
     assert f"; {address} {wrong}" in str(error.value)

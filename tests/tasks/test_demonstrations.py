@@ -282,15 +282,15 @@ BAD = {
         "demonstrations": {"per_prompt": 2}
     },
     r"max_tokens = 3 is below min_tokens = 4": {"demonstrations": {"min_reward": 0, "min_tokens": 4, "max_tokens": 3}},
-    r"top_log_probs = 5 records the plain policy, and sampling changes it \(temperature\)": {
+    r"top_log_probs = 5 records the unchanged policy, but sampling changes it \(temperature\)": {
         "demonstrations": {"min_reward": 0, "top_log_probs": 5},
         "sampling": {"temperature": 0.7},
     },
-    r"top_log_probs = 5 records the plain policy, and sampling changes it \(top_k\)": {
+    r"top_log_probs = 5 records the unchanged policy, but sampling changes it \(top_k\)": {
         "demonstrations": {"min_reward": 0, "top_log_probs": 5},
         "sampling": {"top_k": 9},
     },
-    r"top_log_probs = 5: rollout\.load asks no engine": {
+    r"top_log_probs = 5: rollout\.load uses no SGLang server": {
         "demonstrations": {"min_reward": 0, "top_log_probs": 5},
         "load": "runs/x/rollouts",
     },

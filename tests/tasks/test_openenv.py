@@ -178,7 +178,7 @@ def test_headers_go_with_every_request(monkeypatch):
     asyncio.run(ask({"Authorization": "env:KEY_OF_TEST"}))
     assert seen == ["Bearer 123"] * 2
     for bad, message in (
-        ({"A": "env:NOT_THERE"}, "headers.A: the environment has no NOT_THERE"),
+        ({"A": "env:NOT_THERE"}, "headers.A: the environment variable NOT_THERE is not set"),
         ("A: b", "is wanted"),
     ):
         with pytest.raises(UserError, match=message):

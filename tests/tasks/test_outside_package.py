@@ -232,7 +232,7 @@ MISTAKES = [
     (["--data.verifier", "no_such_module:f"], "there is no module 'no_such_module'"),
     (["--data.task", "number_sortin"], "there is no task 'number_sortin'; did you mean 'number_sorting'?"),
     (["--data.template", "x"], "data.template = 'x' does not contain {prompt}"),
-    (["--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves a response nothing"),
+    (["--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves no other response"),
 ]
 
 

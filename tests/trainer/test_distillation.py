@@ -142,14 +142,14 @@ BAD = {
         "teacher": "X",
         "placement": "advantage",
     },
-    r"distillation\.address: a server tells the log-probs of sampled tokens alone.*set distillation\.teacher": {
+    r"distillation\.address: a server returns only the log-probs of sampled tokens.*set distillation\.teacher": {
         "address": "http://x"
     },
     r"distillation\.mix = 0\.2 does nothing with .*direction = forward; set .*direction: jensen_shannon": {
         "teacher": "X",
         "mix": 0.2,
     },
-    r"distillation\.coefficient = 0: the teacher would teach nothing": {"teacher": "X", "coefficient": 0.0},
+    r"distillation\.coefficient = 0: the teacher would have no effect": {"teacher": "X", "coefficient": 0.0},
 }
 
 
@@ -193,5 +193,5 @@ def test_what_advantages_would_leave_out_is_refused(student, teacher):
         with pytest.raises(UserError, match=message):
             check_teacher(config, read_hf_config(student), "train", 1)
     config = build_config({"model": {"path": student}, "distillation": {"teacher": teacher}})
-    with pytest.raises(UserError, match="a teacher is of megatron-rl sft and train, and reward has none"):
+    with pytest.raises(UserError, match="only megatron-rl sft and train use a teacher, not reward"):
         check_teacher(config, read_hf_config(student), "reward", 1)

@@ -140,7 +140,7 @@ BAD = {
     },
     r"feature_layers = \[\[9, 0\]\]: model\.path has layers 0 to \d, and not 9": {"feature_layers": [[9, 0]]},
     r"feature_layers = \[\[0, 3\]\]: distillation\.teacher has layers 0 to 2, and not 3": {"feature_layers": [[0, 3]]},
-    r"feature_layers = \[\[0, 0\]\]: only a model beside this one has layers": {
+    r"feature_layers = \[\[0, 0\]\]: this needs a teacher that the trainer runs": {
         "feature_layers": [[0, 0]],
         "teacher": None,
         "recorded": True,
@@ -163,7 +163,7 @@ def test_layers_that_cannot_be_compared_are_refused(tiny_model, teacher):
     for message, sections, kind, world in (
         ("the model's hidden size is 64 and the teacher's 96", {"distillation": {"teacher": wide}}, "sft", 1),
         (r"different stages of parallel\.pipeline = 2", {"parallel": {"pipeline": 2}}, "sft", 2),
-        ("placement = advantage has no loss of layers", {"distillation": {"placement": "advantage"}}, "train", 1),
+        ("placement = advantage cannot use them", {"distillation": {"placement": "advantage"}}, "train", 1),
     ):
         settings = {"teacher": teacher, "feature_layers": [[0, 0]]} | sections.pop("distillation", {})
         config = build_config({"model": {"path": student}, "distillation": settings, **sections})

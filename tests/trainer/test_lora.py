@@ -160,7 +160,7 @@ BAD = {
         "lora": {"rank": 3},
         "parallel": {"tensor": 2, "expert_tensor": 1},
     },
-    r"lora\.kind = dora has no form for .*experts": {"lora": {"rank": 4, "kind": "dora"}},
+    r"lora\.kind = dora does not support .*experts": {"lora": {"rank": 4, "kind": "dora"}},
     r"lora\.kind = dora with parallel\.tensor = 2": {
         "lora": {"rank": 4, "kind": "dora"},
         "parallel": {"tensor": 2, "expert_tensor": 1},
@@ -179,7 +179,7 @@ BAD = {
     },
     r"unmerged: lora\.targets has .*: SGLang": {"lora": {"rank": 4}, "sync": {"adapters": "unmerged"}},
     r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}, "batch": {"updates_per_step": 2}},
-    r"unmerged: rollout\.record with routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},
+    r"unmerged: rollout\.record with SGLang's routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},
     r"unmerged: rollout\.colocate": {
         **UNMERGED,
         "rollout": {"colocate": True},

@@ -180,16 +180,19 @@ BAD = {
         "sft",
         {"recorded": True, "address": "http://x"},
     ),
-    r"distillation\.recorded: a record is of demonstrations.*set distillation\.teacher": ("train", {"recorded": True}),
-    r"distillation\.temperature = 2\.0: recorded log-probs are those": ("sft", {"recorded": True, "temperature": 2.0}),
+    r"distillation\.recorded: recorded log-probs belong to demonstrations.*set distillation\.teacher": (
+        "train",
+        {"recorded": True},
+    ),
+    r"distillation\.temperature = 2\.0: recorded log-probs have": ("sft", {"recorded": True, "temperature": 2.0}),
     r"distillation\.direction = jensen_shannon: recorded": ("sft", {"recorded": True, "direction": "jensen_shannon"}),
     r"distillation\.mix = 0\.2 does nothing with distillation\.direction = forward": (
         "sft",
         {"recorded": True, "mix": 0.2},
     ),
     r"distillation\.placement = advantage: demonstrations have": ("sft", {"recorded": True, "placement": "advantage"}),
-    r"distillation\.coefficient = 0: the teacher would teach nothing": ("sft", {"recorded": True, "coefficient": 0.0}),
-    r"a teacher is of megatron-rl sft and train, and dpo has none": ("dpo", {"recorded": True}),
+    r"distillation\.coefficient = 0: the teacher would have no effect": ("sft", {"recorded": True, "coefficient": 0.0}),
+    r"only megatron-rl sft and train use a teacher, not dpo": ("dpo", {"recorded": True}),
 }
 
 

@@ -110,7 +110,7 @@ class RolloutBuffer:
         """Return data-stream positions of the batches requested but not trained on, and the position after them."""
         run, stream = self._run, self._run.stream.state_dict()
         waiting = [batch for batch in self._batches if batch.step >= run.step]
-        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # the step was given up and starts again
+        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # the step starts again
             stream = self._before_rounds[1]
         return {
             "stream": stream,

@@ -1,7 +1,7 @@
 """Demonstrations from sampled responses: the choice of samples, and their rows in the file that `megatron-rl sft` reads.
 
-A sample is the result of one request: one sequence, or the several sequences of an agent (`Trajectory.part`). All sequences of a
-sample are kept or left out together.
+A sample is the result of one request: one sequence, or the several sequences of an agent (`Trajectory.part`). All sequences of
+a sample are kept or left out together.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def row_of(
     """Return one line of the file. prompt: the prompt of the request; vocabulary: the tokenizer's digest.
 
     The row holds the prompt as messages or text, before tokenizer and chat template. If an agent outside the package sent
-    another prompt, the row holds the decoded tokens of that prompt. The response is its text, or the messages of a conversation.
+    another prompt, the row holds that prompt's decoded tokens. The response is its text, or the messages of a conversation.
     """
     t = trajectory
     asked, response = t.tokens[: t.prompt_length], t.tokens[t.prompt_length :]

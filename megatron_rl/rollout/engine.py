@@ -1,6 +1,6 @@
 """The SGLang side as the training loop sees it: push weights, request trajectories, and restart servers that die.
 
-`begin` sends the requests of a step and `finish` waits for the answers, so that the servers can sample while the trainer learns.
+`begin` sends the requests of a step and `finish` waits for the answers, so that the servers sample while the trainer learns.
 
 If engine and trainer share GPUs (colocation.py), `push` and `ask` end with the engine awake, `sleep` and `collect` with the
 trainer awake.
@@ -276,7 +276,7 @@ class Engine:
         top_log_probs: int = 0,
         wanted: int | None = None,
     ) -> PendingRollout:
-        """Send the requests of `collect`; `finish` waits for the answers. Samples of an earlier process are not requested again.
+        """Send the requests of `collect`; `finish` waits for the answers. Samples that exist already are not requested again.
 
         round: each round of a step has its own draws. wanted: number of groups to take, in the order in which they are
         complete; `finish` aborts the other groups (rollout.over_sample_rate).
@@ -325,7 +325,7 @@ class Engine:
                     version = trajectory.weight_spans[-1].version if routed else ""
                     trajectory.weights = self._pusher.digests.get(version, "")
             self.sleep()
-        for trajectory, current in zip(trajectories, fresh, strict=True):  # tokens of dropped routes count as tokens without a route
+        for trajectory, current in zip(trajectories, fresh, strict=True):  # a dropped route counts as missing
             drop_stale_routes(trajectory, fresh=current)
         return trajectories
 
@@ -349,7 +349,7 @@ class Engine:
         if not self.config.algorithm.on_policy:
             return
         stale = [line for part in self.run.ranks.gather_from_leaders(mine) for line in part]
-        problems = [f"{len(stale)} responses are not of version '{version}', pushed last; {stale[0]}"] if stale else []
+        problems = [f"{len(stale)} responses are not from version '{version}' (last push): {stale[0]}"] if stale else []
         try:
             self._pusher.verify()
         except UserError as error:  # the same error on every process

@@ -78,10 +78,10 @@ class Pusher:
                 digest, self.latest = WeightsDigest(self._dtype), str(self._now)
                 if self._digests:
                     weights = digest.watch(weights)
-                self.digests.setdefault(str(self._now), "")  # answers with this version may come before the push returns
+                self.digests.setdefault(str(self._now), "")  # answers may come before the push returns
                 self.sent = self._sync.push(weights, version_of(self._run, self._now))
                 self.version = self._now
-                self.digests[str(self._now)] = self._ranks.from_main(str(digest))  # with adapters, only the main rank may have a digest
+                self.digests[str(self._now)] = self._ranks.from_main(str(digest))  # other ranks may see no adapters
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return
@@ -124,9 +124,9 @@ def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
         spans = [span for span in t.weight_spans if span.version != version]
         if spans:
             named = ", ".join(f"tokens {span.start} to {span.end} from '{span.version}'" for span in spans)
-            lines.append(f"that to prompt '{t.prompt_id}' has {named}")
+            lines.append(f"the response to prompt '{t.prompt_id}' has {named}")
         elif not t.weight_spans and bool(t["loss_mask"].any()):
-            lines.append(f"that to prompt '{t.prompt_id}' does not say")
+            lines.append(f"the response to prompt '{t.prompt_id}' does not name its weights")
     return lines
 
 

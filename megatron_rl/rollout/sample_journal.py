@@ -131,7 +131,7 @@ def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:
         try:
             yield _read(body)
         except Exception as error:  # any error: the checksum may match by chance, or another release wrote the record
-            log.warning(f"{file}: a record is damaged ({type(error).__name__}); it and the records after it are ignored")
+            log.warning(f"{file}: a record is damaged ({type(error).__name__}): ignoring it and the rest of the file")
             return
 
 

@@ -182,7 +182,7 @@ class SGLangClient:
         if prompt_log_probs:
             body.setdefault("logprob_start_len", 0)
         if top_log_probs:
-            # SGLang takes these log-probs after temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, 0.5.23).
+            # SGLang takes these after temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, 0.5.23).
             body |= {
                 "top_logprobs_num": top_log_probs,
                 "return_flat_raw_output_top_logprobs": True,
@@ -279,7 +279,7 @@ class SGLangClient:
             for address, requests in self._open.items()
             for request in requests
         ]
-        await asyncio.gather(*posts, return_exceptions=True)  # each request has a timeout, so a silent server cannot block
+        await asyncio.gather(*posts, return_exceptions=True)  # a silent server ends by its timeout
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
         """Rename versions in the replies to those of the run (its steps).
@@ -323,7 +323,7 @@ class SGLangClient:
             body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
             task = asyncio.create_task(self._post(f"{address}/generate", body))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieves the error if no call waits
-            self._prefixes |= {(address, p): task for p in new}
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # maybe no call waits
         try:
             tasks = {self._prefixes[address, p] for p in prefixes}
             if tasks:

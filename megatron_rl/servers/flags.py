@@ -21,9 +21,9 @@ TAKES_FP32 = ("triton", "torch_native", "flex_attention")
 AS_PUSHED = ("triton", "auto")
 """MoE runners that keep the experts in the layout of a push and take their top-k from SGLang, which captures routes there.
 `auto`, after resolution, is Triton's runner. By default gpt-oss gets triton_kernel, whose own top-k captures nothing. Blackwell
-GPUs get flashinfer_trtllm, which routes inside its kernel (the capture buffer keeps old rows) and changes the experts' layout."""
+gets flashinfer_trtllm, which routes inside its kernel (the capture buffer keeps old rows) and changes the experts' layout."""
 FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment of an fp32 server. Without it, Triton multiplies fp32 in TF32, which has the range of fp32 but a 10-bit mantissa."""
+"""Environment of an fp32 server. Without it, Triton multiplies fp32 in TF32, with the range of fp32 but a 10-bit mantissa."""
 _OWN_KEYS = {
     **dict.fromkeys(("--api-key", "--admin-api-key", "--config"), "rollout.api_key"),
     **dict.fromkeys(("--model-path", "--model"), "model.path"),

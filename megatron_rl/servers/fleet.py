@@ -51,7 +51,7 @@ class Fleet:
         self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
         self.key = key_of(config.rollout.api_key, "rollout.api_key")
         self._own_key = self.folder is not None and not self.key
-        """Whether the key is the folder's, so that its servers belong to this user."""
+        """True if the key is the folder's, so that its servers belong to this user."""
         if self.folder is not None and not self.key:
             self.key = key_of_folder(self.folder)
         self._strange: set[Path] = set()
@@ -164,7 +164,7 @@ class Fleet:
             )
         self._tell(self.addresses, found)
         if len(found) < wanted:
-            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: the run continues with these")
+            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: continuing with these")
         self.addresses = found
 
     def _tell(self, before: Iterable[str], now: list[str]) -> None:
@@ -173,7 +173,7 @@ class Fleet:
         others = f"{len(now)} server{'s' if len(now) > 1 else ''}"
         for address in before:
             if address not in now:
-                self._say(f"rollout: {address} does not answer any more: the run continues with {others}")
+                self._say(f"rollout: {address} does not answer any more: continuing with {others}")
         for address in now:
             if address not in before:
                 self._say(f"rollout: {address} has joined, and gets the weights before its first request")

@@ -105,7 +105,7 @@ class LocalServers:
         return [server.address for server in self.servers]
 
     def start(self) -> None:
-        """Start all servers, without waiting. Servers that share GPUs are awaited and put to sleep before the trainer starts."""
+        """Start all servers, without waiting; but servers that share GPUs are awaited and put to sleep before trainer start."""
         for server in self.servers:
             server.start()
         if self.sleeps:

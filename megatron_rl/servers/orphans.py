@@ -1,7 +1,7 @@
 """Removes the sockets, files and shared memory that SGLang leaves behind when it is killed.
 
 A server has its own folder for sockets and files, as its TMPDIR. The process that made the folder holds a lock on a file in it
-as long as the process lives. When the next server starts, folders whose lock is free are removed. Uses only the standard library.
+as long as the process lives. The next start of a server removes folders whose lock is free. Uses only the standard library.
 """
 
 from __future__ import annotations

@@ -138,36 +138,36 @@ class RolloutServer:
     """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without a GPU: bf16)."""
     context_length: int = 4096
     routes: bool = False
-    """Whether to capture the experts of every token."""
+    """True if the server captures the experts of every token."""
     gates: bool = False
-    """Whether to capture the gate values of these experts too."""
+    """True if the server captures the gate values of these experts too."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
     predictor: bool = False
-    """Whether every router has a route predictor, which is zero until it is pushed."""
+    """True if every router has a route predictor, which is zero until it is pushed."""
     feature_stride: int = 0
     """Stride s > 0: all replies contain router features of every s-th response token (`EngineFeatures`); 0: none."""
     processor: bool = False
-    """Whether requests may bound the tail of the vocabulary (`SamplingSupport`)."""
+    """True if requests may bound the tail of the vocabulary (`SamplingSupport`)."""
     kept_sets: bool = False
-    """Whether requests may ask for the tokens that a truncation keeps."""
+    """True if requests may ask for the tokens that a truncation keeps."""
     seeded_sets: bool = False
-    """Whether requests with `kept_sets` may have seeds."""
+    """True if requests with `kept_sets` may have seeds."""
     fp32_lm_head: bool = False
     identical: bool = False
-    """Whether the server uses the trainer's operators (precision.identical)."""
+    """True if the server uses the trainer's operators (precision.identical)."""
     trace: Path | None = None
     """Folder into which the server writes the outputs of its operators (megatron_rl_plugin/trace.py)."""
     devices: Sequence[str] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them; by default all that this process sees."""
     sleeps: bool = False
-    """Whether the server can be told to `sleep`."""
+    """True if the server can be told to `sleep`."""
     adapter_rank: int = 0
     """Rank of the adapter beside the model; 0: no adapter."""
     adapter_modules: Sequence[str] = ()
     """Last parts of the names of the layers that have an adapter (q_proj, ...)."""
     keeps_weights: bool = False
-    """Whether a sleeping server keeps its weights in host memory, instead of losing them."""
+    """True if a sleeping server keeps its weights in host memory, instead of losing them."""
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     """Bearer token that requests need; empty: the server answers every request."""
 
@@ -409,7 +409,7 @@ class RolloutServer:
         return True
 
     def hangs(self) -> bool:
-        """Return whether the live server does not answer, or computes no token though not paused. Takes up to HANG_S seconds."""
+        """Return whether the live server does not answer, or computes no token though not paused. Takes up to HANG_S."""
         if not self.alive():
             return False
         for path in ("/ready", "/health"):  # /health computes a token
@@ -424,8 +424,8 @@ class RolloutServer:
     def sleep(self, *tags: str) -> None:
         """Release memory (all of MEMORY, or the given tags); requests wait in the server until `wake`.
 
-        Releasing the KV cache drops the prefix cache. Weights that the server does not keep are lost. A server that is dead, or
-        dies during the call, has released everything. Errors: UserError if the server refuses, or takes longer than a start may.
+        Releasing the KV cache drops the prefix cache. Weights that the server does not keep are lost. A server that is dead,
+        or dies during the call, has released everything. Errors: UserError if the server refuses, or exceeds the start timeout.
         """
         if given := set(tags or MEMORY) - self.asleep:
             # Nothing may run while the cache is released, and SGLang releases the cache only if nothing runs.

@@ -3,7 +3,7 @@
 The owner holds the other end of standard input. When the owner closes the pipe or dies, the server gets SIGTERM, and GRACE_S
 seconds later the rest of its tree gets SIGKILL. This covers kill -9 too, because the kernel closes the pipe. If the server's
 first process ends by itself, the rest of the tree is killed at once. The leftovers of a killed server are removed
-(`orphans.py`). The exit status is that of the server.
+(`orphans.py`). Exits with the server's status.
 
 With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
 

@@ -322,8 +322,8 @@ class SGLangClient:
         if new:
             body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
             task = asyncio.create_task(self._post(f"{address}/generate", body))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieves the error if no call waits
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # maybe no call waits
+            self._prefixes |= {(address, p): task for p in new}
         try:
             tasks = {self._prefixes[address, p] for p in prefixes}
             if tasks:

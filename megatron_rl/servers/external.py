@@ -151,8 +151,8 @@ def _problems(
         refuse(elsewhere, f"answers with the weights of {folder}: set model.path to it")
         refuse(info.get("load_format") == "dummy", "has random weights (--load-format dummy), and none are pushed")
     version = model.get("weight_version") or FROM_FOLDER
+    refuse(
         not pushes and version != FROM_FOLDER, f"has weights that a run pushed ({version!r:.80}), and not its folder's"
-        not pushes and version != FROM_FOLDER, f"has weights that a run pushed ({version!r:.80}), not those of its folder"
     )
     refuse(
         pushes and owner_of(version) not in ("", run),

@@ -164,7 +164,7 @@ class Fleet:
             )
         self._tell(self.addresses, found)
         if len(found) < wanted:
-            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: continuing with these")
+            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: using these")
         self.addresses = found
 
     def _tell(self, before: Iterable[str], now: list[str]) -> None:

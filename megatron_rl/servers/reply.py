@@ -173,7 +173,7 @@ def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
 
 
 def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
-    """Return int32 token sets of a JSON list of lists. Errors: as for `numbers`; UserError for tokens outside the vocabulary."""
+    """Return int32 token sets of a JSON list of lists. Errors: as for `numbers`; UserError for tokens not in the vocabulary."""
     flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
     _check_tokens(flat, vocabulary, "those it kept to sample from")
     return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]

@@ -50,7 +50,7 @@ class AdapterSync:
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
         """Load adapters, given by PEFT's names, into all servers, replacing the previous ones. Collective.
 
-        named_tensors: complete on rank 0; other ranks only drain it. Errors (every rank): WeightSyncError that names the server.
+        named_tensors: complete on rank 0; other ranks only drain it. Errors: WeightSyncError (every rank) naming the server.
         """
         tensors = dict(named_tensors)
         result = [together((lambda: self._push(tensors, version)) if self._is_sender else None, self.group)]
@@ -88,7 +88,7 @@ class AdapterSync:
             write_folder(folder, tensors, self._lora, self._base)
         except OSError as error:
             raise WeightSyncError(f"weight sync: {folder}: could not be written ({error.strerror or error})") from None
-        engines.attempt("/unload_lora_adapter", {"lora_name": SERVED})  # from the previous push, or from a trainer that died
+        engines.attempt("/unload_lora_adapter", {"lora_name": SERVED})  # of an earlier push or trainer
         engines.call("/load_lora_adapter", {"lora_name": SERVED, "lora_path": str(folder)})
         engines.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -190,8 +190,8 @@ class ExpectedChecksums:
     def __init__(self, engine: list[dict[str, EngineParameter]], slot_of: Callable[[str], Slot | None]) -> None:
         """Expect no tensor yet.
 
-        engine: one dict (name -> parameter) per tensor-parallel rank, as reported at the connection. slot_of: returns a tensor's
-        slot in the engine (`locate`).
+        engine: one dict (name -> parameter) per tensor-parallel rank, as reported at the connection. slot_of: returns a
+        tensor's slot in the engine (`locate`).
         """
         self._engine = engine[0]
         self._ranks = len(engine)

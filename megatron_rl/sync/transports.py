@@ -22,7 +22,7 @@ def transport_class(name: str) -> type[Transport]:
     found = resolve("weight transport", name, TRANSPORTS, "sync.transport")
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise UserError(
-            f"config: sync.transport: {name} is not a subclass of Transport (megatron_rl/sync/transport.py): {found!r:.60}"
+            f"config: sync.transport: {name} is no subclass of Transport (megatron_rl/sync/transport.py): {found!r:.60}"
         )
     return found
 

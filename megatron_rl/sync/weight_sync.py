@@ -3,10 +3,10 @@
     sync = WeightSync(config.sync, addresses, rollout_dtype=config.precision.rollout, folder=config.run_dir / "sync")
     sync.push(export_hf_weights(chunks), version="17")     # on every trainer rank
 
-One push: the engine retracts its requests in flight and pauses. Buckets stream into its parameters, its prefix cache is flushed,
-and its checksums are compared with the trainer's. Only then does it continue. Retracted requests continue with the new weights,
-and their replies say which tokens came from which version. Two buckets are in use: while the engines load one, the trainer
-fills the other.
+One push: the engine retracts its requests in flight and pauses. Buckets stream into its parameters, its prefix cache is
+flushed, and its checksums are compared with the trainer's. Only then does it continue. Retracted requests continue with the new
+weights, and their replies say which tokens came from which version. Two buckets are in use: while the engines load one, the
+trainer fills the other.
 """
 
 from __future__ import annotations

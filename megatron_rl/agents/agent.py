@@ -69,8 +69,8 @@ class TimeLimit:
         return self._timeout.expired()
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
         """Stop the clock within this block. Blocks may overlap, and may belong to other tasks than the body."""
-        """The time of this block does not count. Blocks may overlap, and be of other tasks than the body's."""
         if not self._pauses:
             self.left -= time.monotonic() - self._since
             self._reschedule(None)

@@ -37,8 +37,8 @@ class OpenAIAgents(Agents):
     """Calls agent.function, or the task's own agent, once per sample, with the prompt and the base URL of its session.
 
     The agent is a function (prompt, base_url) -> reward, either async or plain (called in a thread). The reward is a number, or
-    numbers by name; None leaves it to the task, which scores the last reply. If the function has a parameter reward_url, it gets
-    the URL to which the reward may be posted instead. Tools that know only the base URL cannot set a reward.
+    numbers by name; None leaves it to the task, which scores the last reply. If the function has a parameter reward_url, it
+    gets the URL to which the reward may be posted instead. Tools that know only the base URL cannot set a reward.
     """
 
     calls_tools = False

@@ -89,8 +89,8 @@ class ChatRequest(BaseModel):
         return self.max_completion_tokens or self.max_tokens or 0
 
     @property
+    def stops(self) -> list[str]:
         """Texts at which a reply ends, without the empty texts that some clients add."""
-        """Texts at which a reply ends. Clients pad them with empty ones, which say nothing."""
         return [mark for mark in self.stop or [] if mark]
 
 

@@ -102,7 +102,7 @@ class Agents(SingleTurn):
 
     parts = (WELL_FORMED,)
     calls_tools = True
-    """Whether the run's own tools answer the calls."""
+    """True if the run's own tools answer the calls."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         super().__init__(config, tokenizer, task, ranks)

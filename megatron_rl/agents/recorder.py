@@ -128,7 +128,7 @@ class Branch:
     ends: list[tuple[int, int]] = field(default_factory=list)
     """After each reply: number of messages and number of tokens, including the prompt."""
     busy: bool = False
-    """Whether a reply is being sampled."""
+    """True while a reply is being sampled."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Session:
     """True: if a user turn follows an answer and the dialect has its own history format, the history is rendered again."""
     closed: bool = False
     full: bool = False
-    """Whether a conversation had no room for one more reply."""
+    """True if a conversation had no room for one more reply."""
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""

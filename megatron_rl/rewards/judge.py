@@ -354,7 +354,7 @@ class Judge:
             choice = answer.json()["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise NoVerdict(f"{url} does not answer with a chat completion: {said}") from None
+            raise NoVerdict(f"{url} answers with no chat completion: {said}") from None
         if whole and not isinstance(content, str):
             raise NoVerdict(f"{url} answers without a text; a judge that thinks needs more max_tokens")
         if whole and ended != "stop":

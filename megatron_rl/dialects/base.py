@@ -180,9 +180,9 @@ class Dialect:
     ) -> list[int] | None:
         """Return the tokens up to the next reply if a user turn follows an answer, in the format that the model is used with.
 
-        Earlier thinking is left out if the format leaves it out of the history. messages, tools: the same as for `prompt`; turns:
-        tokens of each reply, and the messages that answered it. None: the dialect has no format of its own for histories, and
-        tokens stay as sampled.
+        Earlier thinking is left out if the format leaves it out of the history. messages, tools: the same as for `prompt`;
+        turns: tokens of each reply, and the messages that answered it. None: the dialect has no format of its own for
+        histories, and tokens stay as sampled.
         """
         return None
 

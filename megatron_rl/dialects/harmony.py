@@ -47,8 +47,8 @@ class Harmony(Dialect):
     A tool named `python` with the single argument `code` is the interpreter that the models know. The system message describes
     it under `# Tools`, with the tool's own description, and a message to `python` is plain code.
 
-    The options (agent.dialect_options) set lines of the system message; None leaves a line out. The date is left out by default,
-    so that the same prompt has the same tokens every day.
+    The options (agent.dialect_options) set lines of the system message; None leaves a line out. The date is left out by
+    default, so that the same prompt has the same tokens every day.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Harmony(Dialect):
         self._ids = HarmonyIds(tokenizer)
         self._encoding = self._ids.encoding
         lines = [model_identity, knowledge_cutoff, conversation_start_date]
-        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML parses dates as date objects
+        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML has date objects
         self._system = SystemContent(
             reasoning_effort=efforts.get(reasoning_effort or ""),
             model_identity=identity,

@@ -100,8 +100,8 @@ def _read(file: Path) -> dict[str, float]:
 
 # -- verdict -------------------------------------------------------------------------------------------------------------
 # The question to a judge about a response, and the number in its reply.
-# A response may contain any text, for example the claim that it deserves the best mark. Therefore the judged text is enclosed in
-# lines with a random code, new for each request, and a verdict is valid only in a line of the judge with the same code.
+# A response may contain any text, for example the claim that it deserves the best mark. Therefore the judged text is enclosed
+# in lines with a random code, new for each request, and a verdict is valid only in a line of the judge with the same code.
 
 
 FIELD = re.compile(r"\{(prompt|response|answer)\}")
@@ -137,7 +137,7 @@ def question(config: JudgeConfig, nonce: str, fields: dict[str, str]) -> str:
 
 
 def verdict(config: JudgeConfig, nonce: str, reply: str) -> float:
-    """Return the score, 0 to 1, in the last line of a reply that has the nonce. Errors: ValueError that says why there is none."""
+    """Return the score, 0 to 1, in the reply's last line with the nonce. Errors: ValueError that says why there is none."""
     lines = re.findall(
         rf"^[^\S\n]*[{re.escape(_MARKS)}]*VERDICT[^\S\n]+{re.escape(nonce)}[^\S\n]*:(.*)$",
         behind_thinking(reply),

@@ -1,8 +1,8 @@
 """Isolated calls of scorers from other packages, each in its own process that can only compute.
 
-Some scorers evaluate the text that they are given. Therefore each call runs in a fork of the worker. The fork has no privileges,
-starts no process or thread, opens no socket and no file for writing, and ends with the call. Any state that a response changes
-is gone before the next response is scored. The numbers are returned as text.
+Some scorers evaluate the text that they are given. Therefore each call runs in a fork of the worker. The fork has no
+privileges, starts no process or thread, opens no socket and no file for writing, and ends with the call. Any state that a
+response changes is gone before the next response is scored. The numbers are returned as text.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class WorkerPool:
         )
 
     def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
-        """Return the exception that a call raised, or None. Errors: TimeoutError if no process took the call in limit_s seconds.
+        """Return the exception that a call raised, or None. Errors: TimeoutError if no process takes the call in limit_s.
 
         A process that is killed while it takes a call may leave a pool in which no process takes another call.
         """

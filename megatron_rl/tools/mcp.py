@@ -279,4 +279,4 @@ def _of_kind(mime_type: str | None) -> str:
 def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {credentials.hide(' '.join(str(error).split()))[:300]}"  # the error may contain the address
+    return f"{type(error).__name__}: {credentials.hide(' '.join(str(error).split()))[:300]}"  # it may quote the address

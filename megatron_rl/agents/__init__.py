@@ -1,1 +1,1 @@
-"""Conversations of several turns with tools, and the endpoint through which agents of others are recorded."""
+"""Conversations of several turns with tools, and the endpoint that records agents which use the OpenAI API."""

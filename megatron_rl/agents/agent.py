@@ -1,4 +1,4 @@
-"""The loop of agents: generate, parse, act, observe; many conversations at once, each exact to the token."""
+"""The agent loop: generate, parse, act, observe. Many conversations run at once, and each is recorded token by token."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from megatron_rl.distributed.parallel import Ranks
 
 # -- time limit ----------------------------------------------------------------------------------------------------------
-# A time limit that stands still while the engine is waited for.
+# A time limit that pauses while the engine works.
 
 
 class TimeLimit:
-    """`async with TimeLimit(seconds)` ends its body with TimeoutError, as asyncio.timeout does; `paused` stops the clock."""
+    """Ends the body of `async with TimeLimit(seconds)` with TimeoutError, like asyncio.timeout; `paused` stops the clock."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
-        """Seconds that are left; right while paused, and after the end."""
+        """Seconds that are left; up to date only while paused, and after the end."""
         self._pauses = 0
         self._since = 0.0
 
@@ -65,12 +65,12 @@ class TimeLimit:
         return await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
-        """True if it was this limit that ended the body."""
+        """Return whether this limit ended the body."""
         return self._timeout.expired()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of this block does not count. Blocks may overlap, and be of other tasks than the body's."""
+        """Stop the clock within this block. Blocks may overlap, and may belong to other tasks than the body."""
         if not self._pauses:
             self.left -= time.monotonic() - self._since
             self._reschedule(None)
@@ -84,7 +84,7 @@ class TimeLimit:
                 self._reschedule(asyncio.get_running_loop().time() + self.left)
 
     def _reschedule(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # it has struck already, or the body has ended
+        with suppress(RuntimeError):  # the limit has expired already, or the body has ended
             self._timeout.reschedule(when)
 
 
@@ -94,15 +94,15 @@ class TimeLimit:
 log = logging.getLogger(__name__)
 
 WELL_FORMED = "well_formed"
-"""Reward part: 1 where no call of the conversation was malformed."""
+"""Reward part: 1 if no call of the conversation was malformed, else 0."""
 
 
 class Agents(SingleTurn):
-    """Conversations of several turns with tools, in the dialect of the model."""
+    """Rollout program with conversations of several turns with tools, in the dialect of the model."""
 
     parts = (WELL_FORMED,)
     calls_tools = True
-    """Calls are answered by the run's own tools."""
+    """True if the run's own tools answer the calls."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         super().__init__(config, tokenizer, task, ranks)
@@ -110,16 +110,16 @@ class Agents(SingleTurn):
         self.dialect: Dialect = dialect(self.settings.dialect, tokenizer, **self.settings.dialect_options)
         if self._harmony and self.settings.dialect in DIALECTS and not isinstance(self.dialect, Harmony):
             raise UserError(
-                f"config: agent.dialect: {self.settings.dialect} would take the channels of this model (Harmony) for a part of"
+                f"config: agent.dialect: {self.settings.dialect} would read the channels of this model (Harmony) as a part of"
                 " its answers; set agent.dialect: harmony"
             )
         if self.settings.history == "rendered" and type(self.dialect).history is Dialect.history:
             raise UserError(
-                f"config: agent.history: rendered with agent.dialect: {self.settings.dialect}, which has its history as it was"
+                f"config: agent.history: rendered with agent.dialect: {self.settings.dialect}, which keeps the history as"
                 " sampled; set history: sampled"
             )
         self.toolbox: Toolbox | None = ranks.leaders_do(self._open)
-        # Prompts are the same on every process, so the tools that they tell of are too.
+        # Prompts are the same on every process, so the tools that they list must be the same too.
         self.schemas = ranks.from_main(self.toolbox.schemas if self.toolbox else None)
 
     def _open(self) -> Toolbox:
@@ -147,7 +147,7 @@ class Agents(SingleTurn):
     @property
     @override
     def stop_token_ids(self) -> list[int]:
-        """None: those of the dialect are added to each reply's."""
+        """No tokens: the dialect's stop tokens are added to each request."""
         return []
 
     @override
@@ -165,18 +165,18 @@ class Agents(SingleTurn):
         return demonstration(self.dialect, prompt, response)
 
     def renders(self, collection: Collection) -> bool:
-        """True: the history before a user's further turn is rendered, and begins a sequence of its own."""
+        """Return whether the history before a further user turn is rendered and starts a new sequence."""
         return collection.evaluates or self.settings.history == "rendered"
 
     @override
     def collect(self, **settings: Any) -> Collection:
-        if self.settings.history == "rendered":  # which sequences are of the first update is known when all have ended
+        if self.settings.history == "rendered":  # the sequences of the first update are known only at the end
             settings["features_from"] = 0
         return AgentCollection(**settings, agents=self)
 
     @override
     def check(self, collection: Collection) -> None:
-        """Errors: UserError where no conversation of several, on all processes, went well: then it is no accident."""
+        """Raise UserError if all of several conversations, on all processes, failed, because this is not by chance."""
         assert isinstance(collection, AgentCollection)
         found = self.ranks.gather_from_leaders((collection.failures, collection.asked))
         problems = [problem for failures, _ in found for problem in failures]
@@ -190,7 +190,7 @@ class Agents(SingleTurn):
 
 
 def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
-    """A conversation to imitate: replies count but for those of weight 0, observations do not.
+    """Return a conversation to imitate. Replies train, except those of weight 0; observations do not.
 
     turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool). Errors: UserError.
     """
@@ -218,26 +218,26 @@ def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any
 
 @dataclass
 class AgentCollection(Collection):
-    """The conversations of one step. What was answered stays: `run` goes on where an engine that died left them."""
+    """The conversations of one step. Answers stay: after an engine died, `run` continues the conversations from there."""
 
     agents: Agents = None  # type: ignore[assignment]  # the fields of Collection have defaults
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
-        """The sequence at the end of each."""
+        """Last sequence of each conversation."""
         self._before: dict[int, list[Conversation]] = defaultdict(list)
-        """The sequences before it, where histories are rendered."""
+        """Earlier sequences of each conversation, if histories are rendered."""
         self._said: dict[int, list[tuple[list[int], Messages]]] = defaultdict(list)
-        """Replies, and what they were answered."""
+        """Replies, with the messages that answered them."""
         self._worlds: dict[int, Environment] = {}
         self._finals: dict[int, str] = {}
         self.failures: list[str] = []
-        """Why conversations failed for reasons that are not the model's, one for each."""
+        """Reasons of conversations that failed through no fault of the model, one for each."""
 
     @property
     def asked(self) -> int:
-        """Conversations of this process, without those that were aborted."""
+        """Number of this process's conversations that were not aborted."""
         return len(self._all) - len(self.aborted)
 
     @property
@@ -253,7 +253,7 @@ class AgentCollection(Collection):
     @override
     def run(self, client: SGLangClient) -> None:
         toolbox = self.agents.toolbox
-        assert toolbox is not None  # of a leader, and others ask for nothing
+        assert toolbox is not None  # only leaders send requests
         toolbox.loop.run(self._until_canceled(client))
 
     @override
@@ -266,7 +266,7 @@ class AgentCollection(Collection):
         self._raise(done)
 
     async def _converse(self, client: SGLangClient, request: int) -> None:
-        """Lead a conversation to its end. Errors: EngineLost, with which it stays as it is."""
+        """Run a conversation to its end. Errors: EngineLost; the conversation then stays as it is."""
         talk, settings = self._talks[request], self.agents.settings
         limit = TimeLimit(settings.time_limit_s - talk.seconds)
         assert self.agents.toolbox is not None
@@ -292,7 +292,7 @@ class AgentCollection(Collection):
             await world.close()
             return
         except asyncio.CancelledError:
-            if client.aborted:  # it was in a tool, and the run goes on without it
+            if client.aborted:  # the conversation was in a tool, and the run continues without it
                 self.aborted[request] = self._length(request)
                 await world.close()
             raise
@@ -327,7 +327,7 @@ class AgentCollection(Collection):
             messages = await world.respond(parsed)
         except ToolLost:
             raise
-        except Exception as error:  # of a task's own environment
+        except Exception as error:  # from a task's own environment
             raise ToolLost(f"its environment: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         if messages is None:
             talk.finish_reason = "stop"
@@ -345,11 +345,11 @@ class AgentCollection(Collection):
         talk.add_observation(tokens, str(messages[-1]["role"]), messages).seconds = world.seconds
 
     def _length(self, request: int) -> int:
-        """Tokens of all sequences of a conversation, after their prompts."""
+        """Return the number of tokens of all sequences of a conversation, without their prompts."""
         return sum(len(talk.tokens) for talk in (*self._before[request], self._talks[request]))
 
     def _begin_anew(self, request: int, talk: Conversation, messages: Messages) -> bool:
-        """Go on with a history as the model's format has it, where the user does after an answer; returns whether it is so."""
+        """Start a new sequence with rendered history if a user turn follows an answer; return whether this was the case."""
         agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
         if not agents.renders(self) or all(message["role"] != "user" for message in messages):
             return False
@@ -369,7 +369,7 @@ class AgentCollection(Collection):
     async def _reply(
         self, client: SGLangClient, request: int, talk: Conversation, sampling: dict[str, Any], *, number: int
     ) -> Reply:
-        """Sample the reply that comes next. sampling: parameters of SGLang's; number: of the request's replies so far."""
+        """Sample the next reply. sampling: SGLang's parameters; number: count of the request's replies so far."""
         stop = sorted({*map(int, self.stop_token_ids), *self.agents.dialect.stop_token_ids})
         sampling = self.support.request() | {"stop_token_ids": stop} | sampling
         if self.seed is not None:
@@ -379,7 +379,7 @@ class AgentCollection(Collection):
         (reply,) = await client.call(
             [talk.context],
             sampling,
-            number=request,  # of the conversation, so that it stays with its server
+            number=request,  # same for all turns, so that a conversation stays with its server
             total=self._total,
             prefixes=shared,
             routes=self.routes,
@@ -400,9 +400,9 @@ class AgentCollection(Collection):
     def _judged(
         self, talks: Seq[Conversation], request: int, text: str, parts: dict[str, float], ended: str
     ) -> list[Trajectory]:
-        """The sequences of one sample, which are judged together.
+        """Return the sequences of one sample, which share their rewards.
 
-        text: its answer; parts: rewards that are known; ended: how it did.
+        text: answer of the sample; parts: known rewards; ended: finish reason.
         """
         p = self._prompt_of(request)
         well_formed = float(not any(turn.malformed for talk in talks for turn in talk.turns))
@@ -425,7 +425,7 @@ class AgentCollection(Collection):
         return made
 
     def _note(self, request: int, problem: str) -> None:
-        """A conversation does not train, for reasons that are not the model's."""
+        """Record that a conversation failed through no fault of the model, and is not trained on."""
         if problem:
             self.failures.append(problem)
-            log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} does not train: {problem}")
+            log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} is not trained on: {problem}")

@@ -1,4 +1,4 @@
-"""One sample's growing record: the prompt, replies as they were sampled, and observations, which do not train."""
+"""The growing record of one sample: the prompt, the sampled replies, and observations, which are not trained on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_rl.dialects.base import encodable
 from megatron_rl.servers.reply import Reply
 
 Messages = Sequence[Mapping[str, Any]]
-"""In OpenAI's form: role, content, and calls in tool_calls."""
+"""Messages in OpenAI's form: role, content, and calls in tool_calls."""
 
 
 @dataclass
 class Conversation:
-    """Tokens of a conversation so far. Replies and observations take turns, the first reply coming first."""
+    """Tokens of a conversation so far. Replies and observations alternate, and a reply comes first."""
 
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
@@ -29,20 +29,21 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty while it goes on."""
+    """Empty while the conversation continues."""
     seconds: float = 0.0
-    """Time that it took so far."""
+    """Seconds that the conversation has taken so far."""
 
     @property
     def context(self) -> list[int]:
-        """Token ids after which the next reply is asked."""
+        """Token ids from which the next reply is sampled."""
         return [*self.prompt, *self.tokens]
 
     def known_routes(self, pushed: str | None = None) -> int:
-        """Rows of the routing table that need not come again: the last token of a reply is routed in the next turn.
+        """Return the number of known rows of the routing table, which the engine need not send again.
 
-        pushed: version of the weights that the engine has been sent last, where it is known. A push flushes the engine's cache,
-        so that the next reply is computed behind routes of the new weights: where some rows are of others, all come anew.
+        The last token of a reply is routed only in the next turn. pushed: version of the weights last sent to the engine, if it
+        is known. A push flushes the engine's cache, so that the next reply builds on routes of the new weights. If some known
+        rows are of other weights, the result is 0, and the engine sends all rows again.
         """
         last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
         versions = {version for _, version in self._tables()}
@@ -51,18 +52,18 @@ class Conversation:
         return len(self.prompt) + last.end - 1
 
     def _tables(self) -> list[tuple[Reply, str]]:
-        """Replies of whose tables the whole one is made: from the last on that brought all rows; and their weights."""
+        """Return the replies, with versions, whose tables make the whole table: from the last that brought all rows on."""
         first = max((i for i, reply in enumerate(self.replies) if not reply.routes_start), default=0)
         routed = [reply for reply in self.replies[first:] if reply.routes is not None]
         return [(reply, reply.weight_spans[-1].version) for reply in routed]
 
     def add_reply(self, reply: Reply, messages: Messages = ()) -> Turn:
-        """Append a reply's tokens as they are. messages: what it says."""
+        """Append a reply's tokens unchanged. messages: the reply as messages."""
         self.replies.append(reply)
         return self._add("assistant", reply.tokens.tolist(), messages)
 
     def add_observation(self, tokens: Sequence[int], role: str = "tool", messages: Messages = ()) -> Turn:
-        """Append what the policy is answered, with the template's separators. messages: the same without them."""
+        """Append the answer to a reply, with the template's separators. messages: the answer without separators."""
         return self._add(role, tokens, messages)
 
     def _add(self, role: str, tokens: Sequence[int], messages: Messages) -> Turn:
@@ -75,12 +76,12 @@ class Conversation:
         return turn
 
     def drop_open_observation(self) -> None:
-        """Forget an observation that no reply follows: there is nothing to learn behind it."""
+        """Drop an observation that no reply follows, because no token after it is trained on."""
         if self.turns and self.turns[-1].role != "assistant":
             self.tokens = self.tokens[: self.turns.pop().start]
 
     def trajectory(self, routes: EngineRoutes | None, **settings: Any) -> Trajectory:
-        """The trajectory of all turns. routes: the shape of the replies' tables, where they have some.
+        """Return the trajectory of all turns. routes: shape of the replies' routing tables, if they have tables.
 
         settings: the other fields of `Trajectory`.
         """
@@ -150,7 +151,7 @@ def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:
 
 
 def _spans(pairs: list[tuple[Turn, Reply]]) -> list[WeightSpan]:
-    """Spans over the whole response; one goes on through an observation where the weights stayed the same."""
+    """Return spans over the whole response; a span continues through an observation if the weights stayed the same."""
     spans: list[WeightSpan] = []
     for turn, reply in pairs:
         for span in reply.weight_spans:

@@ -1,7 +1,7 @@
-"""The recording endpoint: an OpenAI-compatible server in front of the policy, one session a sample.
+"""The recording endpoint: an OpenAI-compatible server in front of the policy, with one session per sample.
 
-Each session has a base URL of its own, http://127.0.0.1:PORT/SESSION/v1, for the plain `openai` client and whatever is built on
-it. What is sampled there is recorded (recorder.py). Rewards are posted to another URL, which has a secret in it.
+Each session has its own base URL, http://127.0.0.1:PORT/SESSION/v1, for the plain `openai` client and everything built on it.
+The endpoint records all samples (recorder.py). Rewards are posted to another URL, which contains a secret.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ IGNORED = (
     "logit_bias",
 )
 IGNORED += ("response_format", "logprobs", "top_logprobs")
-"""Parameters of requests that are not heeded: the policy is sampled as rollout.sampling says."""
+"""Request parameters that are ignored: the policy is sampled according to rollout.sampling."""
 MOST_BYTES = 16 * 2**20
-"""Most bytes of a request: a million tokens of text that JSON escapes (six bytes a character) are fewer."""
+"""Limit of bytes of a request. A million tokens of text fit, even if JSON escapes each character (six bytes)."""
 MOST_REWARD = 1e9
-"""Squares and sums of rewards are far from the end of fp32."""
+"""Limit of the magnitude of a reward, so that squares and sums of rewards are far from the limits of fp32."""
 
 
 class Endpoint:
-    """Sessions by name, and the server that they are reached by. All of it lives in one event loop."""
+    """Sessions by name, and the server that serves them. The endpoint belongs to one event loop."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """port: 0 takes a free one."""
+        """port: 0 takes a free port."""
         self.sessions: dict[str, Session] = {}
         self._host, self.port = host, port
         self._runner: web.AppRunner | None = None
         self._told: set[str] = set()
 
     async def start(self) -> None:
-        """Listen. Errors: UserError where the port is taken."""
+        """Start to listen. Errors: UserError if the port is taken."""
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/{session}/v1/models", self._models)
@@ -69,11 +69,11 @@ class Endpoint:
             await self._runner.cleanup()
 
     def url(self, session: str) -> str:
-        """Base URL of a session."""
+        """Return the base URL of a session."""
         return f"http://{self._host}:{self.port}/{session}/v1"
 
     def reward_url(self, session: str) -> str:
-        """Where the session's reward may be posted; whoever knows it may."""
+        """Return the URL to which the session's reward may be posted, by anybody who knows the URL."""
         return f"http://{self._host}:{self.port}/{session}/reward/{self.sessions[session].reward_key}"
 
     def _session(self, request: web.Request) -> Session:
@@ -93,7 +93,7 @@ class Endpoint:
                 MOST_BYTES, text=_error(f"a request has at most {MOST_BYTES} bytes"), content_type="application/json"
             ) from None
         if not isinstance(body, dict):
-            raise BadRequest("the request is no JSON object")
+            raise BadRequest("the request is not a JSON object")
         return body
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -103,7 +103,7 @@ class Endpoint:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """{"reward": number} or {"reward": {part: number}} of the session."""
+        """Set the session's reward from {"reward": number} or {"reward": {part: number}}."""
         session = self._session(request)
         if not secrets.compare_digest(request.match_info["key"].encode(errors="replace"), session.reward_key.encode()):
             raise web.HTTPForbidden(
@@ -139,18 +139,18 @@ class Endpoint:
         return response
 
     def _tell(self, body: dict[str, Any]) -> None:
-        """Say once which parameters are not heeded."""
+        """Warn once about each parameter that is ignored."""
         for name in IGNORED:
             if body.get(name) is not None and name not in self._told:
                 self._told.add(name)
                 log.warning(
-                    f"agent endpoint: {name} = {reprlib.repr(body[name])} is not heeded: the policy is sampled by"
+                    f"agent endpoint: {name} = {reprlib.repr(body[name])} is ignored: the policy is sampled by"
                     " rollout.sampling"
                 )
 
 
 def reward_parts(value: Any) -> dict[str, float]:
-    """Reward parts of what an agent gives: a number is the part `correct`. Errors: ValueError for anything else."""
+    """Return the reward parts in an agent's answer; a number is the part `correct`. Errors: ValueError for anything else."""
     parts = value if isinstance(value, dict) else {"correct": value}
     try:
         if any(isinstance(part, str | bytes) for part in parts.values()):
@@ -158,7 +158,7 @@ def reward_parts(value: Any) -> dict[str, float]:
         found = {str(name): float(part) for name, part in parts.items()}
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"a reward is a number, or numbers by name, not {reprlib.repr(value)}") from None
-    if not all(-MOST_REWARD <= part <= MOST_REWARD for part in found.values()):  # NaN is not, either
+    if not all(-MOST_REWARD <= part <= MOST_REWARD for part in found.values()):  # also refuses NaN
         raise ValueError(f"a reward is between {-MOST_REWARD:g} and {MOST_REWARD:g}, not {reprlib.repr(value)}")
     return found
 

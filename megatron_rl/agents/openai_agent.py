@@ -1,4 +1,4 @@
-"""Agents of the user's own, which speak the OpenAI API, as a rollout program: one session of the endpoint a sample."""
+"""Rollout program for the user's own agents, which use the OpenAI API: one session of the endpoint per sample."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class OpenAIAgents(Agents):
-    """agent.function, or the task's own agent, is called once a sample, with the prompt and the base URL of its session.
+    """Calls agent.function, or the task's own agent, once per sample, with the prompt and the base URL of its session.
 
-    It is a function (prompt, base_url) -> reward, plain (it gets a thread) or async. The reward is a number or numbers by
-    name; None leaves it to the task, which scores the last reply. One with a parameter reward_url gets the URL where the reward
-    may be posted instead: tools that know the base URL cannot pay their agent.
+    The agent is a function (prompt, base_url) -> reward, either async or plain (called in a thread). The reward is a number, or
+    numbers by name; None leaves it to the task, which scores the last reply. If the function has a parameter reward_url, it
+    gets the URL to which the reward may be posted instead. Tools that know only the base URL cannot set a reward.
     """
 
     calls_tools = False
@@ -56,7 +56,7 @@ class OpenAIAgents(Agents):
         ranks.leaders_do(lambda: self._begin(own=not name))
 
     def set_function(self, function: Callable[..., Any]) -> None:
-        """Call this one for each sample. Errors: UserError where it does not take a prompt and a base URL."""
+        """Set the function to call for each sample. Errors: UserError if it does not take a prompt and a base URL."""
         self.function = function
         try:
             signature = inspect.signature(function)
@@ -67,7 +67,7 @@ class OpenAIAgents(Agents):
             raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
 
     def _begin(self, *, own: bool) -> None:
-        assert self.toolbox is not None  # of a leader
+        assert self.toolbox is not None  # only leaders call this
         try:
             if own:
                 self.toolbox.loop.run(self.task.open())
@@ -79,12 +79,12 @@ class OpenAIAgents(Agents):
     @override
     def with_task(self, task: Task) -> Self:
         if not self.config.agent.function:
-            raise UserError(f"the agent of data.task: {self.task.name} plays its own prompts alone; set agent.function")
+            raise UserError(f"the agent of data.task: {self.task.name} plays only its own prompts; set agent.function")
         return super().with_task(task)
 
     @override
     def collect(self, **settings: Any) -> Collection:
-        # A session may be several sequences: which of them are of the first update is known when all have ended.
+        # A session may have several sequences: only when all have ended, it is known which belong to the first update.
         settings["features_from"] = 0
         return OpenAICollection(**settings, agents=self)
 
@@ -97,7 +97,7 @@ class OpenAIAgents(Agents):
 
 @dataclass
 class OpenAICollection(AgentCollection):
-    """The sessions of one step. They go on in the loop while a dead engine is brought back: their requests wait for it."""
+    """The sessions of one step. While a dead engine is restarted, the sessions go on, and their requests wait."""
 
     agents: OpenAIAgents = None  # type: ignore[assignment]  # as in AgentCollection
 
@@ -137,7 +137,7 @@ class OpenAICollection(AgentCollection):
             finally:
                 broken.cancel()
                 self._served.clear()
-            if self._flying:  # they learn that the engine is lost, too
+            if self._flying:  # these also notice that the engine is lost
                 await asyncio.wait(self._flying)
         self.retries += client.retried - before
         if self._problem is not None and not isinstance(self._problem, EngineLost):
@@ -154,7 +154,7 @@ class OpenAICollection(AgentCollection):
 
     async def _lead(self, request: int) -> None:
         agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
-        name = secrets.token_urlsafe(16)  # what is late from an earlier step finds no session
+        name = secrets.token_urlsafe(16)  # late requests of an earlier step find no session
         limit = TimeLimit(agents.settings.time_limit_s)
 
         asking = 0
@@ -185,10 +185,10 @@ class OpenAICollection(AgentCollection):
                 session.reward = reward_parts(found)
         except TimeoutError as error:
             reason = "time" if limit.expired() and not asking else "failure"
-            late = f"the engine was still asked when agent.time_limit_s = {agents.settings.time_limit_s:g} s were over"
+            late = f"a request was running when agent.time_limit_s = {agents.settings.time_limit_s:g} s ended"
             problem = late if limit.expired() else f"its agent failed: {error!r}"
             self._note(request, problem if reason == "failure" else "")
-        except Exception as error:  # of the user's function
+        except Exception as error:  # from the user's function
             reason = "tokens" if session.full else "failure"
             text = f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._note(request, "" if session.full else text)
@@ -202,9 +202,9 @@ class OpenAICollection(AgentCollection):
     async def _ask_when_served(
         self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit
     ) -> Reply:
-        """A reply. The limit stands still while the engine is restarted, and not while it samples.
+        """Return a reply. The time limit pauses while the engine is restarted, but not while it samples.
 
-        An agent may ask as often as it likes, so nothing else would bound a session.
+        An agent may send any number of requests, so nothing else would bound a session.
         """
         number = self._asked.setdefault(request, 0)
         self._asked[request] += 1
@@ -223,7 +223,7 @@ class OpenAICollection(AgentCollection):
                 raise
 
     def _break(self, error: BaseException) -> None:
-        """Give the step's loop the problem: it brings the engine back, or ends the run."""
+        """Report the problem to the step's loop, which restarts the engine or ends the run."""
         self._served.clear()
         self._problem = self._problem or error
         self._broken.set()

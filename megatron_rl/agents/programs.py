@@ -1,4 +1,4 @@
-"""The rollout programs that are built in, by their names in rollout.program."""
+"""Built-in rollout programs, by their names in rollout.program."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PROGRAMS: dict[str, type[SingleTurn]] = {"single_turn": SingleTurn, "agent": Age
 
 
 def rollout_program(name: str) -> type[SingleTurn]:
-    """The program of that name, or the user's own by `module:name`. Errors: UserError."""
+    """Return the program with this name, or the user's own from `module:name`. Errors: UserError."""
     return resolve("rollout program", name, PROGRAMS, "rollout.program")

@@ -1,7 +1,7 @@
-"""Records what an agent says through the OpenAI API, as conversations that are exact to the token.
+"""Records an agent's requests through the OpenAI API as conversations, with exactly the sampled tokens.
 
-Messages that extend a recorded conversation reuse its tokens. All others (a sub-agent, a rewritten history) begin a sequence of
-their own, whose prompt holds whatever was said before; nothing that was sampled is rendered again where it trains.
+Messages that extend a recorded conversation reuse its tokens. All other messages (a sub-agent, a rewritten history) start a new
+sequence, whose prompt holds the earlier messages. Tokens that are trained on are never rendered again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks.openai_messages import parse_messages
 
 # -- chat request --------------------------------------------------------------------------------------------------------
-# A request for a chat completion (OpenAI's API), checked once: what passes here, no part of the endpoint trips over.
+# A request for a chat completion (OpenAI's API) is checked once, so that the endpoint can rely on a valid request.
 
 
 MOST_STOPS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLD_NAMES = {"functions": "tools", "function_call": "tools and tool_choice"}
-"""Fields of an older API, which would be left out of what the policy is told -> those of today."""
+"""Fields of an older API, which the policy would not see, with the names of today's fields."""
 
 
 class BadRequest(Exception):
-    """The agent asks for something that cannot be done; its text goes back with status 400."""
+    """The agent's request cannot be answered; the text is returned with status 400."""
 
 
 def _is_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _is_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _is_length(tokens: int) -> int:
     if tokens == 0:
-        raise ValueError("a reply has at least one token; leave it out, or give -1, for as many as there is room for")
+        raise ValueError("a reply has at least one token; for no limit, leave it out or give -1")
     return tokens
 
 
@@ -55,19 +55,19 @@ def _is_message(message: dict[str, Any]) -> dict[str, Any]:
     if (role := message.get("role")) not in ROLES:
         raise ValueError(f"a message has a role, one of {', '.join(ROLES)}, not {reprlib.repr(role)}")
     if message.get("function_call") is not None:
-        raise ValueError("function_call is of an older API: give tool_calls")
+        raise ValueError("function_call belongs to an older API: use tool_calls")
     return message
 
 
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]
-"""JSON has one kind of numbers: 7.0 is whole."""
+"""Integer that JSON may write as 7.0, because JSON has only one kind of number."""
 Length = Annotated[Whole, AfterValidator(_is_length)]
 Message = Annotated[dict[str, Any], AfterValidator(_is_message)]
 Tool = Annotated[dict[str, Any], AfterValidator(_is_tool)]
 
 
 class ChatRequest(BaseModel):
-    """The fields that are heeded; others are allowed. null is the same as leaving one out."""
+    """The request fields that are used; others are ignored. null means the same as a missing field."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -85,20 +85,20 @@ class ChatRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """Longest reply [tokens]; below 1: as long as it may be."""
+        """Longest reply, in tokens; below 1: no limit."""
         return self.max_completion_tokens or self.max_tokens or 0
 
     @property
     def stops(self) -> list[str]:
-        """Texts at which a reply ends. Clients pad them with empty ones, which say nothing."""
+        """Texts at which a reply ends, without the empty texts that some clients add."""
         return [mark for mark in self.stop or [] if mark]
 
 
 def parse_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request in a body. Errors: BadRequest that names the first field that does not fit."""
+    """Return the request in a body. Errors: BadRequest that names the first invalid field."""
     for old, new in OLD_NAMES.items():
         if body.get(old) is not None:
-            raise BadRequest(f"{old}: it is of an older API: give {new}")
+            raise BadRequest(f"{old}: it belongs to an older API: use {new}")
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
@@ -110,57 +110,57 @@ def parse_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 CHARACTERS_PER_TOKEN = 64
-"""More are in no text on average: a longer one is refused before it is looked at, since it would take minutes."""
+"""Limit of characters per token. No text exceeds it on average, so longer requests are refused before a slow tokenization."""
 LONG = 65_536
-"""Characters of a request that become tokens in less than a tenth of a second."""
+"""Characters of a request that are tokenized in less than a tenth of a second."""
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
-"""Samples a reply after a conversation; the second argument has SGLang's sampling parameters that the agent chose."""
+"""Samples a reply to a conversation; the second argument holds the SGLang sampling parameters that the agent chose."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """One recorded sequence, and the messages that it stands for."""
+    """One recorded sequence, and the messages that it represents."""
 
     talk: Conversation
     messages: list[Any]
-    """As compared (`_key`): those of the prompt, replies and what was answered."""
+    """Comparison keys (`_key`) of all messages: prompt, replies and answers to replies."""
     tools: str
     ends: list[tuple[int, int]] = field(default_factory=list)
-    """After each reply: how many messages and how many tokens (the prompt's too) there were."""
+    """After each reply: number of messages and number of tokens, including the prompt."""
     busy: bool = False
-    """A reply is being sampled."""
+    """True while a reply is being sampled."""
 
 
 @dataclass
 class Session:
-    """One sample: all that an agent asks while it works on one prompt."""
+    """One sample: all requests of an agent while it works on one prompt."""
 
     form: Dialect
     ask: Ask
     max_new_tokens: int
-    """Number of tokens in the sequence, tool results included."""
+    """Largest number of tokens of a sequence after its prompt, tool results included."""
     context_length: int
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end a reply, beside the dialect's own."""
+    """Tokens that end a reply, besides the dialect's own."""
     branches: list[Branch] = field(default_factory=list)
     last: Parsed = field(default_factory=Parsed)
     """The last reply, parsed."""
     latest: Branch | None = None
-    """The sequence that it belongs to."""
+    """The sequence of the last reply."""
     parts: Collection[str] = ("correct",)
     """Names of the rewards that may be posted."""
     reward_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
-    """Secret of whoever may post them, which the agent's tools do not know."""
+    """Secret that allows posting a reward; the agent's tools do not know it."""
     reward: dict[str, float] = field(default_factory=dict)
-    """Parts that the agent has given."""
+    """Reward parts that the agent has given."""
     renders: bool = False
-    """True: a history is rendered where the user goes on after an answer, and the model's format has one of its own."""
+    """True: if a user turn follows an answer and the dialect has its own history format, the history is rendered again."""
     closed: bool = False
     full: bool = False
-    """A conversation had no room for one more reply."""
+    """True if a conversation had no room for one more reply."""
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
+        """Return a chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
         if self.closed:
             raise BadRequest("this session has ended")
         request = parse_request(body)
@@ -183,7 +183,7 @@ class Session:
             raise
         finally:
             branch.busy = False
-        if self.closed:  # while the engine sampled: what it answers has no place in the record any more
+        if self.closed:  # closed while the engine sampled: the reply is not recorded
             raise BadRequest("this session has ended")
         return self._answer(branch, self._stopped(reply, stop), stop)
 
@@ -194,11 +194,11 @@ class Session:
         )
 
     def _stopped(self, reply: Reply, stop: Sequence[str]) -> Reply:
-        """The reply up to the first text at which the agent wants it to stop. The engine has no tokenizer to look for it."""
+        """Cut the reply at the agent's first stop text. The engine cannot do so, because it has no tokenizer."""
         ids = reply.tokens.tolist()
         if not any(mark in self.form.text(ids) for mark in stop):
             return reply
-        low, high = 1, len(ids)  # fewest tokens whose text has a mark: with more it still has one
+        low, high = 1, len(ids)  # bisection: a longer text still has the mark
         while low < high:
             middle = (low + high) // 2
             found = any(mark in self.form.text(ids[:middle]) for mark in stop)
@@ -206,9 +206,9 @@ class Session:
         return reply.first(low)
 
     async def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
-        """The branch that the messages extend, with what is new in it appended; else a new one.
+        """Return the branch that the messages extend, with the new messages appended; else a new branch.
 
-        Errors: BadRequest for a text without room, or messages that the template does not take.
+        Errors: BadRequest for a text without room, or messages that the template does not accept.
         """
         keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
         texts = [offered, *(text for _, content, calls in keys for text in (content, *chain.from_iterable(calls)))]
@@ -239,7 +239,7 @@ class Session:
         fresh, reply = messages[known:], branch.talk.replies[number].tokens.tolist()
         between = await self._rendered(lambda form: form.observation(fresh, after=reply), size)
         if branch.busy or branch.ends[-1][0] != known or branch.talk.finish_reason:
-            # The conversation has gone on otherwise: up to here it is another sequence's prompt.
+            # The conversation continued differently from here: the tokens so far become another sequence's prompt.
             before = branch.talk.context[: branch.ends[number][1]]
             made = Branch(Conversation([*before, *between]), keys, offered, busy=True)
             self.branches.append(made)
@@ -250,23 +250,23 @@ class Session:
         return branch
 
     def _rendered_anew(self, branch: Branch, number: int, fresh: Sequence[Mapping[str, Any]]) -> bool:
-        """True where messages behind a reply belong to a rendered history, in a sequence of their own."""
+        """Return whether messages after a reply belong to a rendered history, in their own sequence."""
         if not self.renders or type(self.form).history is Dialect.history:
             return False
         answered = self.form.parse(branch.talk.replies[number].tokens.tolist()).final is not None
         return answered and any(message["role"] == "user" for message in fresh)
 
     async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
-        """Tokens of messages with so many characters. Long ones are made beside the event loop, so that other agents go on."""
+        """Return tokens of messages with `size` characters. Long texts use a thread, so that other agents are not blocked."""
         try:
             if size > LONG:
                 form, thread = self.form.beside
                 tokens = await asyncio.get_running_loop().run_in_executor(thread, render, form)
             else:
                 tokens = render(self.form)
-        except Exception as error:  # a template is a program of the model's, and may raise anything at odd messages
+        except Exception as error:  # a template is the model's program, and may raise any error
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise BadRequest(f"messages: the model's chat template does not take them ({problem})") from None
+            raise BadRequest(f"messages: the model's chat template does not accept them ({problem})") from None
         if self.closed:
             raise BadRequest("this session has ended")
         return tokens
@@ -320,7 +320,7 @@ class Session:
         }
 
     def close(self, reason: str) -> None:
-        """End all sequences; no more is sampled. reason: why, for those that did not end before."""
+        """End all sequences and refuse further requests. reason: finish reason of sequences that have not ended before."""
         self.closed = True
         for branch in self.branches:
             branch.talk.drop_open_observation()
@@ -330,7 +330,7 @@ class Session:
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the content of each as one text. Errors: BadRequest for parts that are no text."""
+    """Return messages with the content of each as one text. Errors: BadRequest for parts that are not text."""
     found = []
     for message in messages:
         content = message.get("content")
@@ -348,16 +348,16 @@ def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or kind not in ("text", "refusal"):
         raise BadRequest(
-            f"messages: a part of type {reprlib.repr(kind)} cannot be given to this policy: text alone can"
+            f"messages: a part of type {reprlib.repr(kind)} cannot be given to this policy, which takes only text"
         )
     text = part.get(kind, "")
     if not isinstance(text, str):
-        raise BadRequest(f"messages: the {kind} of a part is no text")
+        raise BadRequest(f"messages: the {kind} of a part is not text")
     return text
 
 
 def _key(message: Mapping[str, Any]) -> Any:
-    """Key by which two messages are the same: role, text and calls, but not the calls' ids."""
+    """Return the comparison key of a message: role, text and calls, without the ids of the calls."""
     calls = []
     for call in message.get("tool_calls") or []:
         calls.append((call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)))
@@ -365,7 +365,7 @@ def _key(message: Mapping[str, Any]) -> Any:
 
 
 def chunks(completion: Mapping[str, Any], *, usage: bool) -> Iterable[dict[str, Any]]:
-    """A completion as the chunks of a stream."""
+    """Return a completion as the chunks of a stream."""
     head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choice = completion["choices"][0]
     message = choice["message"]

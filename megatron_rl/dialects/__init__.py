@@ -1,4 +1,4 @@
-"""How a model is told of tools, calls them and is answered: tokens on one side, calls and results on the other."""
+"""Dialects: the forms in which a model is told of tools, calls them, and receives results, as tokens and as messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["DIALECTS", "Call", "Dialect", "Harmony", "Parsed", "dialect", "witho
 
 
 def dialect(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dialect:
-    """The dialect of that name, or the user's own by `module:name`. options: of its own (agent.dialect_options).
+    """Return the dialect with this name, or the user's own from `module:name`. options: its agent.dialect_options.
 
-    Errors: UserError for a name that is not there, an option that it does not have, and a tokenizer that it does not fit.
+    Errors: UserError for an unknown name or option, or a tokenizer that does not fit the dialect.
     """
     made = resolve("dialect", name, DIALECTS, "agent.dialect")
     try:

@@ -1,4 +1,4 @@
-"""Parts that all dialects share: the template's suffixes between turns, without ever rendering what was sampled."""
+"""Common parts of all dialects: prompts and the template's text between turns, without rendering sampled tokens again."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megatron_rl.tasks.chat import (
 from megatron_rl.tasks.openai_messages import decode, parse_call
 
 Message = Mapping[str, Any]
-"""A message as chat templates take it: role and content."""
+"""A message in the form of chat templates: role and content."""
 Schemas = Sequence[Mapping[str, Any]]
-"""Tools as chat templates and the OpenAI API take them (`Tool.schema`)."""
+"""Tools in the form of chat templates and the OpenAI API (`Tool.schema`)."""
 _WHAT = "agent.dialect: a conversation"
 
 
@@ -43,29 +43,29 @@ class Call:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Content of a reply: calls, or a final answer, or neither because it is malformed."""
+    """Content of a reply: calls, or a final answer, or neither if the reply is malformed."""
 
     calls: list[Call] = field(default_factory=list)
-    """All calls of the reply, none where one is malformed."""
+    """All calls of the reply; [] if one of them is malformed."""
     final: str | None = None
-    """The answer, without the model's thinking; None where it calls, or is malformed."""
+    """The answer, without the model's thinking; None if the reply has calls or is malformed."""
     said: str = ""
-    """The text beside the calls, such as a reason, without the model's thinking."""
+    """Text beside the calls, such as a reason, without the model's thinking."""
     malformed: str | None = None
-    """Error in a call, in the words that the model is told."""
+    """Error in a call, worded as the model is told."""
     open: bool = False
-    """The last call's text has no end of its own: of a reply that was cut off it is only a part."""
+    """True if the text of the last call has no end mark, so that in a truncated reply the call is incomplete."""
 
 
 class Dialect:
-    """The conversation's form for one tokenizer. Subclasses say how calls are written and results are shown.
+    """The form of conversations for one tokenizer. Subclasses define how calls are written and how results are shown.
 
-    A conversation's tokens are `prompt`, then in turn a reply as it was sampled and `observation`. Nothing that was sampled is
-    rendered again, so a template that strips earlier thinking does not strip it here.
+    The tokens of a conversation are `prompt`, then alternating a sampled reply and `observation`. Sampled tokens are never
+    rendered again, so earlier thinking stays even if the template would strip it.
     """
 
     instruction: str = ""
-    """System prompt that tells of the tools ({tools}: their JSON, one a line), where the template does not."""
+    """System prompt that lists the tools ({tools}: one line of JSON per tool), if the template does not."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -77,26 +77,26 @@ class Dialect:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a reply: the template's end of a turn. Sampling stops at the end of sequence too."""
+        """Tokens that end a reply: the template's end of a turn. Sampling also stops at the end of sequence."""
         return list(self._end)
 
     @cached_property
     def beside(self) -> tuple[Self, ThreadPoolExecutor]:
-        """The same with a tokenizer of its own, and the thread in which alone it is used: a tokenizer takes one at a time."""
+        """A copy with its own tokenizer, and the only thread that may use it: a tokenizer is not safe for several threads."""
         return copy.deepcopy(self), ThreadPoolExecutor(1, "texts")
 
-    # -- what a dialect says of itself ----------------------------------------------------------------------------------
+    # -- definitions of each dialect ------------------------------------------------------------------------------------
 
     def parse_text(self, text: str) -> Parsed:
         """Parse the text of a reply."""
         raise NotImplementedError
 
     def call_text(self, call: Call) -> str:
-        """A call as the model writes it: for demonstrations."""
+        """Return a call as the model writes it, for demonstrations."""
         raise NotImplementedError
 
     def message_text(self, message: Message) -> str:
-        """An assistant's message in OpenAI's form (content, tool_calls) as the model writes it."""
+        """Return an assistant's message in OpenAI's form (content, tool_calls) as the model writes it."""
         texts = [str(message["content"])] if message.get("content") else []
         for call in message.get("tool_calls") or []:
             texts.append(self.call_text(Call(*parse_call(call))))
@@ -104,19 +104,19 @@ class Dialect:
         return (self.thought_text(str(thought)) if thought else "") + "\n".join(texts)
 
     def thought_text(self, thought: str) -> str:
-        """The model's thought before it speaks, as it writes it. Errors: UserError for a dialect without a form for it."""
+        """Return the thinking before a reply, as the model writes it. Errors: UserError if the dialect has no form for it."""
         raise UserError(
             f"agent.dialect: {type(self).__name__} has no form for thinking (reasoning_content); leave it out of the messages"
         )
 
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages in a form that the tokenizer's template shows as the model is used to."""
+        """Return messages in a form that the tokenizer's template shows like the model's training data."""
         return list(messages)
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
-        """Tokens of a conversation's beginning, up to where the model's first reply begins."""
+        """Return the tokens at the start of a conversation, up to the model's first reply."""
         written = [self._written(message) for message in messages]
         shown, contents = self._hide(written)
         told = tools if tools and self._template_tells(shown, tools) else ()
@@ -128,37 +128,37 @@ class Dialect:
         return self._encode(render_prompt(self.tokenizer, shown, _WHAT, tools=told), contents)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
-        """Parse a reply. token_ids: as sampled; the token that ended it is no part of what it says."""
+        """Parse a reply. token_ids: as sampled; the token that ended the reply is ignored."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         return self.parse_text(self.text(ids))
 
     def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A reply as a message in OpenAI's form, of which `reply_of` makes the same text again. token_ids: as in `parse`."""
+        """Return a reply as a message in OpenAI's form, from which `reply_of` restores the text. token_ids: as in `parse`."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         return {"role": "assistant", "content": self.text(ids)}
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, special ones included."""
+        """Return the text of tokens, special tokens included."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def reply(self, text: str) -> list[int]:
-        """Tokens of a reply that was not sampled, with its end: for demonstrations."""
+        """Return the tokens of a reply that was not sampled, with its end token, for demonstrations."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), *self.stop_token_ids[:1]]
 
     def reply_of(self, message: Message) -> list[int]:
-        """Tokens of an assistant's message in OpenAI's form (content, tool_calls) as a reply, with its end."""
+        """Return an assistant's message in OpenAI's form (content, tool_calls) as tokens of a reply, with its end token."""
         return self.reply(self.message_text(message))
 
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
-        """Tokens between a reply and the next one: the template's separator, the results, and the beginning of a reply.
+        """Return the tokens between two replies: the template's separator, the results, and the beginning of a reply.
 
-        results: results of calls as text, or messages (role, content). after: the reply's tokens; what the template has between
-        its text and them, and was not sampled (the end token of a reply that was cut off), comes first. None: the reply has its
-        end token.
+        results: results of calls as text, or messages (role, content). after: tokens of the previous reply. The result starts
+        with the template's tokens after the reply's text that were not sampled, such as the end token of a truncated reply.
+        None: the reply has its end token.
         """
         messages = [{"role": "tool", "content": r} if isinstance(r, str) else r for r in results]
         hidden, contents = self._hide(messages)
@@ -172,21 +172,22 @@ class Dialect:
         end = self.stop_token_ids[:1]
         last = list(after)[-1:] if after is not None else end
         if last and last == end_of_sequence(self.tokenizer):
-            last = end  # with which a model may end its turn as well
+            last = end  # a model may also end its turn with the end of sequence
         return ids[1:] if ids and ids[:1] == last else ids
 
     def history(
         self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
     ) -> list[int] | None:
-        """Tokens up to the next reply, of a conversation in which the user goes on after an answer, as the model is used.
+        """Return the tokens up to the next reply if a user turn follows an answer, in the format that the model is used with.
 
-        Without what it thought before, where its format leaves that out of a history. messages, tools: as of `prompt`; turns:
-        tokens of each reply, and what it was answered. None: the format does not say, and tokens stay as they were sampled.
+        Earlier thinking is left out if the format leaves it out of the history. messages, tools: the same as for `prompt`;
+        turns: tokens of each reply, and the messages that answered it. None: the dialect has no format of its own for
+        histories, and tokens stay as sampled.
         """
         return None
 
     def _with_instruction(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
-        """The messages with the dialect's own instruction, where the template says nothing of the tools."""
+        """Return the messages with the dialect's own instruction, for a template that does not list the tools."""
         text = self.instruction.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if messages and messages[0]["role"] == "system":
             return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -201,13 +202,13 @@ class Dialect:
         return render(self.tokenizer, messages, _WHAT, tools=tools, add_generation_prompt=True)
 
     def _written(self, message: Message) -> Message:
-        """A message of the history: an assistant's calls are part of its text, in the dialect's form."""
+        """Return a message of the history, with an assistant's calls written into its text in the dialect's form."""
         if message["role"] != "assistant" or not message.get("tool_calls"):
             return message
         return {"role": "assistant", "content": self.message_text(message)}
 
     def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """The messages with places for contents that would be read as special tokens, and these contents.
+        """Replace contents that contain special tokens by placeholders; return the messages and the contents by placeholder.
 
         A tool that returns `<|im_end|>` must not end a turn.
         """
@@ -226,7 +227,7 @@ class Dialect:
         return any(token in text for token in self._special)
 
     def _encode(self, text: str, contents: Mapping[str, str]) -> list[int]:
-        """Tokens of a rendered text; contents that stand in places have no special tokens."""
+        """Return the tokens of a rendered text. Contents of placeholders are encoded without special tokens."""
         ids: list[int] = []
         text = encodable(text)
         for place, content in contents.items():
@@ -240,9 +241,9 @@ class Dialect:
 
 
 def behind_thoughts(text: str, opener: str) -> str:
-    """The text that follows the model's thinking: behind the last `</think>` that is no part of a call.
+    """Return the text after the model's thinking, which ends with the last `</think>` outside of calls.
 
-    opener: regular expression of what stands before a call's JSON, whose strings may have any text.
+    opener: regular expression for the text before a call's JSON, whose strings may contain any text.
     """
     marks, at, answer = re.compile(f"</think>|{opener}", re.MULTILINE), 0, 0
     while found := marks.search(text, at):
@@ -250,16 +251,16 @@ def behind_thoughts(text: str, opener: str) -> str:
         if found[0] == "</think>":
             answer = at
             continue
-        with suppress(ValueError):  # that is no call: what is in it counts as any text
+        with suppress(ValueError):  # not a call, so its content counts as ordinary text
             at = decode(text, at)[1]
     return text[answer:]
 
 
 def without_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """A reply without the token at which it stopped, which is no part of what it says."""
+    """Return a reply without the token that ended it."""
     return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates, which JSON may bring and no tokenizer takes."""
+    """Return the text without lone surrogates, which JSON may contain and no tokenizer accepts."""
     return text.encode(errors="replace").decode()

@@ -29,9 +29,9 @@ from megatron_rl.tasks.openai_messages import parse_call
 
 CHANNELS = ("analysis", "commentary", "final")
 FUNCTIONS = "functions"
-"""The namespace of tools that are declared in the developer's message."""
+"""Namespace of the tools that the developer message declares."""
 BUILT_IN = ("python", "browser")
-"""Namespaces that the models know besides."""
+"""Further namespaces that the models know."""
 _JSON = "<|constrain|>json"
 _KEEP = RenderConversationConfig(auto_drop_analysis=False)
 _UNSET = SystemContent()
@@ -40,16 +40,15 @@ _UNSET = SystemContent()
 class Harmony(Dialect):
     """The dialect of gpt-oss: a reply is one or several messages, each on the channel analysis, commentary or final.
 
-    What the final channel says is the answer. Analysis is thinking, and commentary without a recipient is said on the way: a
-    reply that has nothing else is malformed. A call is a message to `functions.NAME`, its content the arguments as a JSON
-    object; several may come in one reply where all but the last end in <|end|>. The system prompt is the developer's
-    instructions.
+    The text of the final channel is the answer. Analysis is thinking, and commentary without a recipient is text on the way. A
+    reply without an answer or a call is malformed. A call is a message to `functions.NAME` with the arguments as a JSON object.
+    A reply may have several calls, if all but the last end in <|end|>. The system prompt becomes the developer's instructions.
 
-    A tool called `python` with one argument `code` is the interpreter that the models know: the system message tells of it
-    under `# Tools`, in its own description's words, and a message to `python` is plain code.
+    A tool named `python` with the single argument `code` is the interpreter that the models know. The system message describes
+    it under `# Tools`, with the tool's own description, and a message to `python` is plain code.
 
-    Options (agent.dialect_options), of the system message; None leaves a line out. The date is left out unless it is given, so
-    that the same prompt has the same tokens every day.
+    The options (agent.dialect_options) set lines of the system message; None leaves a line out. The date is left out by
+    default, so that the same prompt has the same tokens every day.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Harmony(Dialect):
         knowledge_cutoff: str | None = _UNSET.knowledge_cutoff,
         conversation_start_date: str | None = None,
     ) -> None:
-        """reasoning_effort: low, medium or high. Errors: UserError for another one, and for a tokenizer without the marks."""
+        """reasoning_effort: low, medium or high. Errors: UserError for another value, or a tokenizer without the marks."""
         super().__init__(tokenizer)
         efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
         if reasoning_effort is not None and reasoning_effort not in efforts:
@@ -70,7 +69,7 @@ class Harmony(Dialect):
         self._ids = HarmonyIds(tokenizer)
         self._encoding = self._ids.encoding
         lines = [model_identity, knowledge_cutoff, conversation_start_date]
-        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML reads dates as such
+        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML has date objects
         self._system = SystemContent(
             reasoning_effort=efforts.get(reasoning_effort or ""),
             model_identity=identity,
@@ -84,10 +83,10 @@ class Harmony(Dialect):
     @property
     @override
     def stop_token_ids(self) -> list[int]:
-        """<|return|> and <|call|>. <|end|> ends a message and no reply."""
+        """Ids of <|return|> and <|call|>. <|end|> ends a message, but not a reply."""
         return list(self._stops)
 
-    # -- what a reply says ----------------------------------------------------------------------------------------------
+    # -- parsing of replies ---------------------------------------------------------------------------------------------
 
     @override
     def parse(self, token_ids: Sequence[int]) -> Parsed:
@@ -113,7 +112,7 @@ class Harmony(Dialect):
             except ValueError as error:
                 return Parsed(malformed=str(error))
             heard += _text(message)
-        if "\ufffd" in heard and not self._is_utf8(ids):  # with which the library replaces what is none
+        if "\ufffd" in heard and not self._is_utf8(ids):  # the library's replacement of invalid bytes
             return Parsed(malformed="a call or the answer is not valid UTF-8")
         if calls and finals:
             return Parsed(malformed="a call and an answer on the final channel in one reply")
@@ -131,7 +130,7 @@ class Harmony(Dialect):
 
     @override
     def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """As in `Dialect`; what is thought is left out, as from a conversation's history."""
+        """Return the message of `Dialect` without the thinking, which conversation histories leave out."""
         parsed = self.parse(token_ids)
         if parsed.malformed is not None:
             return super().message(token_ids)
@@ -140,11 +139,11 @@ class Harmony(Dialect):
         return {"role": "assistant", "content": parsed.final or parsed.said} | ({"tool_calls": calls} if calls else {})
 
     def messages(self, token_ids: Sequence[int]) -> list[Spoken]:
-        """The messages of a reply, the last one also where it has no end. Errors: HarmonyError where they have not the form."""
+        """Return the messages of a reply; the last one may lack its end. Errors: HarmonyError for an invalid form."""
         found = self._encoding.parse_messages_from_completion_tokens(
             self._ids.to_library(token_ids), Role.ASSISTANT, strict=True
         )
-        for message in found:  # of a header without a recipient the library takes the content type for one
+        for message in found:  # without a recipient, the library reads the content type as one
             if message.content_type is None and (message.recipient or "").startswith("<|constrain|>"):
                 message.content_type, message.recipient = message.recipient, None
         return found
@@ -157,10 +156,10 @@ class Harmony(Dialect):
         return True
 
     def _misplaced(self, token_ids: Sequence[int]) -> str | None:
-        """Error in special tokens, which the library takes for text inside of messages; None if there is none."""
+        """Return the error in special tokens, which the library reads as text within messages; None if there is none."""
         marks = self._ids.marks
         ends = {marks["<|end|>"], *self._stops}
-        places = {  # where a special token may stand, and what follows it
+        places = {  # allowed positions of each special token, and the next position
             marks["<|start|>"]: {"": "header"},
             marks["<|channel|>"]: {"header": "header"},
             marks["<|constrain|>"]: {"header": "header"},
@@ -183,7 +182,7 @@ class Harmony(Dialect):
     def parse_text(self, text: str) -> Parsed:
         return self.parse(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
-    # -- what the model is told -----------------------------------------------------------------------------------------
+    # -- prompts and observations ---------------------------------------------------------------------------------------
 
     @override
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
@@ -193,9 +192,9 @@ class Harmony(Dialect):
     def history(
         self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
     ) -> list[int] | None:
-        """As in `Dialect`: an answer ends in <|end|>, and the analysis channel is left out, calls and results on it too.
+        """Return the history of `Dialect`: an answer ends in <|end|>, and the analysis channel is left out with its calls.
 
-        None where a reply cannot be read.
+        Results on the analysis channel are left out too. None if a reply cannot be parsed.
         """
         told = self._opening(messages, tools)
         try:
@@ -210,7 +209,7 @@ class Harmony(Dialect):
     def _opening(self, messages: Sequence[Message], tools: Schemas) -> list[Spoken]:
         functions = [tool.get("function") or {} for tool in tools]
         if not all(isinstance(function.get("name"), str) for function in functions):
-            raise UserError("agent.dialect: harmony can tell of functions with a name alone")
+            raise UserError("agent.dialect: harmony needs a name for every function")
         system = self._system.model_copy()
         for function in filter(_is_interpreter, functions):
             description = encodable(function.get("description") or "")
@@ -227,14 +226,14 @@ class Harmony(Dialect):
             told.append(Spoken.from_role_and_content(Role.DEVELOPER, developer))
         final = [place for place, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
         for place, message in enumerate(messages):
-            if final and place <= final[-1]:  # behind an answer, what was thought for it is no part of the history
+            if final and place <= final[-1]:  # the history leaves out thinking before an answer
                 message = {key: value for key, value in message.items() if key != "reasoning_content"}
             told += self._told(message)
         return told
 
     @override
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
-        """As in `Dialect`. The author of a result is whom the reply called: by the message's name, else in the calls' order."""
+        """Return the tokens of `Dialect`. A result's author is the called tool: by message name, else in the calls' order."""
         asked = self._asked(after or [])
         told = []
         for result in results:
@@ -248,7 +247,7 @@ class Harmony(Dialect):
 
     @override
     def reply(self, text: str) -> list[int]:
-        """Tokens of an answer, on the final channel."""
+        """Return the tokens of an answer, on the final channel."""
         return self.reply_of({"role": "assistant", "content": text})
 
     @override
@@ -256,7 +255,7 @@ class Harmony(Dialect):
         return self._ids.from_library(self._said(self._told(message)))
 
     def _said(self, messages: Sequence[Spoken]) -> list[int]:
-        """The library's ids of an assistant's messages as one reply."""
+        """Return the library's ids of an assistant's messages as one reply."""
         end, call = (self._encoding.encode(mark, allowed_special="all")[0] for mark in ("<|end|>", "<|call|>"))
         rendered = [self._encoding.render(message) for message in messages[:-1]]
         ids = [token for one in rendered for token in [*one[:-1], end if one[-1] == call else one[-1]]]
@@ -269,12 +268,12 @@ class Harmony(Dialect):
             ids = self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT, _KEEP)
         except HarmonyError as error:
             raise UserError(
-                f"agent.dialect: harmony cannot tell of this: {' '.join(str(error).split())[:300]}"
+                f"agent.dialect: harmony cannot render these messages: {' '.join(str(error).split())[:300]}"
             ) from None
         return self._ids.from_library(ids)
 
     def _told(self, message: Message, asked: list[tuple[str, str]] | None = None) -> list[Spoken]:
-        """A message in OpenAI's form as the library's. asked: recipient and channel of calls that wait for their result."""
+        """Convert a message in OpenAI's form to the library's. asked: recipient and channel of calls without a result yet."""
         text, role = encodable(str(message.get("content") or "")), message["role"]
         if role == "assistant":
             calls = [_calling(Call(*parse_call(call))) for call in message.get("tool_calls") or []]
@@ -295,7 +294,7 @@ class Harmony(Dialect):
         return [result.with_recipient("assistant")]
 
     def _asked(self, reply: Sequence[int]) -> list[tuple[str, str]]:
-        """Recipient and channel of all calls of a reply, also where one is malformed."""
+        """Return recipient and channel of all calls of a reply, malformed calls included."""
         try:
             messages = self.messages(reply)
         except (HarmonyError, OverflowError):
@@ -303,7 +302,7 @@ class Harmony(Dialect):
         return [(to, message.channel or "commentary") for message in messages if (to := _to(message)) and _named(to)]
 
     def _missing_end(self, reply: Sequence[int] | None) -> list[int]:
-        """Tokens that a reply lacks because it was cut off: the end of its last message."""
+        """Return the tokens that a truncated reply lacks: the end of its last message."""
         marks = self._ids.marks
         if not reply or reply[-1] in {marks["<|end|>"], *self._stops}:
             return []
@@ -327,7 +326,7 @@ def _spoken(text: str, channel: str) -> Spoken:
 
 
 def _channel(message: Spoken) -> str:
-    """The channel of an assistant's message. Errors: ValueError, as the model is told."""
+    """Return the channel of an assistant's message. Errors: ValueError, worded as the model is told."""
     role = message.author.role
     if role is not Role.ASSISTANT:
         raise ValueError(
@@ -344,7 +343,7 @@ def _to(message: Spoken) -> str | None:
 
 
 def _named(recipient: str) -> str | None:
-    """The tool of a recipient; None where it has not the form, as where a second channel follows it."""
+    """Return the tool of a recipient; None for an invalid form, for example if a second channel follows it."""
     if any(mark in recipient for mark in MARKS):
         return None
     namespace, _, name = recipient.partition(".")
@@ -358,7 +357,7 @@ def _is_code(message: Spoken) -> bool:
 
 
 def _call(message: Spoken) -> Call:
-    """The call that a message is. Errors: ValueError, as the model is told."""
+    """Return a message as a call. Errors: ValueError, worded as the model is told."""
     channel, recipient, text = _channel(message), _to(message) or "", _text(message)
     name = _named(recipient)
     if name is None:
@@ -392,9 +391,9 @@ def _recipient(tool: str) -> str:
 
 
 def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
-    """Author and channel of a tool's result. asked: calls that wait for theirs; the one that has it is taken out.
+    """Return author and channel of a tool's result. asked: calls without a result yet; the matching call is removed.
 
-    Without a name and a call (of a reply that nobody could read) the namespace itself answers.
+    Without a name and a call (after a reply that cannot be parsed), the author is the namespace itself.
     """
     for place, (recipient, channel) in enumerate(asked):
         if tool in (None, _named(recipient)):
@@ -407,7 +406,7 @@ def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _is_interpreter(function: Mapping[str, Any]) -> bool:
-    """True if a tool is one that a message of plain code to `python` can call."""
+    """Return whether a tool can be called by a message of plain code to `python`."""
     arguments = (function.get("parameters") or {}).get("properties") or {}
     return function["name"] == "python" and list(arguments) == ["code"]
 

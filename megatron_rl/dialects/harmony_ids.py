@@ -1,4 +1,4 @@
-"""openai-harmony's own encoding without a network, and its ids for those of the model's tokenizer."""
+"""openai-harmony's encoding, loaded without a network, and the mapping between its ids and those of the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megatron_rl.errors import UserError
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-"""Special tokens that a conversation is made of."""
+"""Special tokens that structure a conversation."""
 _RANKS = 199_998
-"""Number of ranks of o200k_base: tokens with lower ids are text, the others special."""
+"""Number of ranks of o200k_base: tokens with lower ids are text, all others are special."""
 _BASE = "TIKTOKEN_ENCODINGS_BASE"
 
 
 def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if a tokenizer has the special tokens of Harmony."""
+    """Return whether a tokenizer has the special tokens of Harmony."""
     return set(MARKS) <= set(map(str, tokenizer.added_tokens_decoder.values()))
 
 
 class HarmonyIds:
-    """The library's ids for a tokenizer's and back.
+    """Mapping between the library's ids and a tokenizer's ids.
 
-    With gpt-oss's tokenizer they are the same. With another one that has the special tokens by name, such as a tiny model's,
-    special tokens are told by name and the text between them is encoded anew.
+    With gpt-oss's tokenizer both are the same. Another tokenizer, such as a tiny model's, must have the special tokens by name.
+    Special tokens are then mapped by name, and the text between them is encoded again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Errors: UserError where the tokenizer has not all special tokens, or the library's vocabulary is not there."""
-        self.tokenizer, self.size = tokenizer, len(tokenizer)  # which takes 70 ms
+        """Errors: UserError if the tokenizer lacks special tokens, or the library's vocabulary is missing."""
+        self.tokenizer, self.size = tokenizer, len(tokenizer)  # len takes 70 ms
         added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
         if missing := [mark for mark in MARKS if mark not in added]:
             raise UserError(
-                f"config: agent.dialect: harmony is for gpt-oss's tokenizer; that of model.path has no {missing[0]}"
+                f"config: agent.dialect: harmony needs gpt-oss's tokenizer; the tokenizer of model.path has no {missing[0]}"
             )
         self.special = frozenset(added.values())
-        """The tokenizer's ids that are no text."""
+        """The tokenizer's ids that are not text."""
         self.marks = {mark: added[mark] for mark in MARKS}
         """The tokenizer's ids of `MARKS`."""
         self.encoding, self._same = _load(tokenizer)
@@ -53,7 +53,7 @@ class HarmonyIds:
         self._ours = {theirs: ours for ours, theirs in self._theirs.items()}
 
     def to_library(self, token_ids: Sequence[int]) -> list[int]:
-        """The library's ids of a text in the tokenizer's. Errors: HarmonyError for an id that is no token."""
+        """Return the library's ids for a tokenizer's ids. Errors: HarmonyError for an id that is not a token."""
         if self._same:
             return list(token_ids)
         ids: list[int] = []
@@ -65,7 +65,7 @@ class HarmonyIds:
         return ids
 
     def from_library(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokenizer's ids of a text in the library's."""
+        """Return the tokenizer's ids for a library's ids."""
         if self._same:
             return list(token_ids)
         ids: list[int] = []
@@ -90,22 +90,23 @@ def _runs(token_ids: Sequence[int], special: dict[int, int]) -> Iterator[tuple[b
 
 
 def _load(tokenizer: PreTrainedTokenizerBase) -> tuple[HarmonyEncoding, bool]:
-    """The library's encoding, and whether the tokenizer's ids are the same. Errors: UserError.
+    """Return the library's encoding, and whether the tokenizer's ids are the same. Errors: UserError.
 
-    The library downloads its vocabulary unless it finds it in a folder, and checks its hash. gpt-oss's tokenizer has it in it.
+    The library downloads its vocabulary unless it finds the file in a folder, and checks its hash. gpt-oss's tokenizer contains
+    the same vocabulary.
     """
     own = _own_ranks(tokenizer)
     if own is not None:
         try:
             return _load_from(own), True
         except HarmonyError:
-            pass  # of another vocabulary
+            pass  # another vocabulary
     return _load_from(unpacked_ranks()), False
 
 
 def unpacked_ranks() -> bytes:
-    """o200k_base as a .tiktoken file. Errors: UserError where the package that brings it is not installed."""
-    package = importlib.util.find_spec("bpe_openai")  # not imported: of it only the file is of use
+    """Return o200k_base as a .tiktoken file. Errors: UserError if the package with this file is not installed."""
+    package = importlib.util.find_spec("bpe_openai")  # not imported: only its file is needed
     if package is None or package.origin is None:
         raise UserError(
             "config: agent.dialect: harmony with a tokenizer that is not gpt-oss's own needs the package bpe-openai, "
@@ -115,7 +116,7 @@ def unpacked_ranks() -> bytes:
 
 
 def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
-    """The tokens of a byte-level tokenizer as a .tiktoken file; None where it has not as many as o200k_base."""
+    """Return the tokens of a byte-level tokenizer as a .tiktoken file; None if it has fewer tokens than o200k_base."""
     names: dict[int, str] = {number: name for name, number in tokenizer.get_vocab().items() if number < _RANKS}
     if len(names) < _RANKS:
         return None
@@ -127,13 +128,13 @@ def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
     return b"".join(b"%s %d\n" % (base64.b64encode(token), number) for number, token in enumerate(tokens))
 
 
-@functools.lru_cache(maxsize=1)  # a second, and each evaluation set has a dialect of its own
+@functools.lru_cache(maxsize=1)  # takes a second, and each evaluation set has its own dialect
 def _load_from(ranks: bytes) -> HarmonyEncoding:
-    """The encoding of the vocabulary in a .tiktoken file. Errors: HarmonyError where it is not the library's."""
+    """Return the encoding of the vocabulary in a .tiktoken file. Errors: HarmonyError if it is not the library's."""
     before = os.environ.get(_BASE)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "o200k_base.tiktoken").write_bytes(ranks)
-        os.environ[_BASE] = folder  # the library knows no other way; for the time of the load alone
+        os.environ[_BASE] = folder  # the library's only way; set only during the load
         try:
             return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
         finally:

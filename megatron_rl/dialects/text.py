@@ -17,11 +17,11 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 def _call(call: Any) -> Call:
-    """The call that a value is. Errors: TypeError, as the model is told."""
+    """Return a value as a call. Errors: TypeError, worded as the model is told."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise TypeError('the call is no JSON object with a "name"')
     others = [key for key in call if key != "name"]
-    given = [key for key in ("arguments", "parameters") if key in call]  # the latter is Llama's word
+    given = [key for key in ("arguments", "parameters") if key in call]  # Llama models say "parameters"
     if len(given) == 2 or (others and not given):
         raise TypeError(f'the call has {" and ".join(map(repr, others))[:80]} where it should have "arguments" alone')
     arguments = call[given[0]] if given else {}
@@ -31,7 +31,7 @@ def _call(call: Any) -> Call:
 
 
 def _unmatched(rest: str) -> str | None:
-    """The problem with the tags behind the first one; None if there is none."""
+    """Return the problem with the tags after the first one; None if there is none."""
     inside, ended, _ = rest.partition(END)
     if BEGIN in inside:
         return f"{BEGIN} and {END} do not match"
@@ -39,7 +39,7 @@ def _unmatched(rest: str) -> str | None:
 
 
 class Qwen(Dialect):
-    """Qwen's dialect, which is that of the Hermes models; for every ChatML tokenizer."""
+    """Qwen's dialect, which Hermes models use too; for every ChatML tokenizer."""
 
     instruction = (
         "You may call functions to answer the user.\n\nFunction signatures, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n\n"
@@ -70,7 +70,7 @@ class Qwen(Dialect):
             rest = rest[end + len(END) :]
         if not calls:
             return Parsed(final=before.strip())
-        if said[0].startswith("<think>"):  # which never ended
+        if said[0].startswith("<think>"):  # thinking without an end
             said[0] = ""
         return Parsed(calls, said="\n".join(filter(None, said)))
 
@@ -86,7 +86,7 @@ class Qwen(Dialect):
 
     @override
     def reply_of(self, message: Message) -> list[int]:
-        """As in `Dialect`. Where the template's generation prompt has begun the thinking, the reply goes on with it."""
+        """Continue the thinking if the template's generation prompt has started it; otherwise the same as `Dialect`."""
         text, begun = self.message_text(message), self._begun
         if begun and "</think>" not in text:
             text = self.thought_text("") + text
@@ -96,13 +96,13 @@ class Qwen(Dialect):
 
     @cached_property
     def _begun(self) -> str:
-        """The beginning of thinking with which the generation prompt ends; '' where it has none."""
+        """Start of the thinking at the end of the generation prompt; '' if there is none."""
         asked = self._template([{"role": "user", "content": "?"}])
         return asked[asked.rfind("<think>") :] if asked.rstrip().endswith("<think>") else ""
 
     @cached_property
     def _wraps(self) -> bool:
-        """True where the template shows a tool's message in these models' form. Some know no such message, and raise."""
+        """True if the template shows a tool's message in these models' form. Some templates raise for such a message."""
         asked = [{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]
         try:
             return "<tool_response>" in self._template(asked)
@@ -111,7 +111,7 @@ class Qwen(Dialect):
 
     @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Where the template does not wrap a tool's message, it is the user's, wrapped."""
+        """Return the messages; if the template does not wrap a tool's message, return it wrapped in a user message."""
         if self._wraps:
             return list(messages)
         wrapped: list[Message] = []
@@ -137,7 +137,7 @@ _FINAL = re.compile(r"^Final Answer:", re.MULTILINE)
 
 
 class ReAct(Dialect):
-    """One call a reply; a reply without an action is the answer."""
+    """ReAct's dialect: one call per reply; a reply without an action is the answer."""
 
     instruction = (
         "You may use tools:\n{tools}\n\nTo use one, end your reply with\nThought: why\nAction: the tool's name\n"
@@ -181,7 +181,7 @@ class ReAct(Dialect):
 
     @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """A tool's message is the user's: templates know no tools here."""
+        """Return a tool's message as a user message, because the templates have no tools here."""
         shown = []
         for message in messages:
             if message["role"] == "tool":
@@ -191,4 +191,4 @@ class ReAct(Dialect):
 
     @override
     def _template_tells(self, messages: Sequence[Message], tools: Sequence) -> bool:
-        return False  # a template would tell of its own way to call
+        return False  # a template would describe its own form of calls

@@ -1,1 +1,1 @@
-"""All of a reward: verifiers, reward models and judges, the length penalty, clipping and whitening."""
+"""Rewards: verifiers, reward models and judges, the length penalty, clipping and whitening."""

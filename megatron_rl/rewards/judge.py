@@ -1,4 +1,4 @@
-"""A judge as a reward: a model behind an OpenAI-compatible server says how good a response is (`rewards.judges`)."""
+"""Judges as rewards (`rewards.judges`): a model behind an OpenAI-compatible server scores the responses."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from megatron_rl.tasks import Prompt
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
 # -- judgments ----------------------------------------------------------------------------------------------------------
-# Scores that a judge has given, so that it is not asked the same twice, also by a run that goes on.
+# Scores that a judge has given, stored so that a question is asked only once, even after a run is resumed.
 
 
 log = logging.getLogger(__name__)
 
 
 class Judgments:
-    """At most `limit` scores by the digests of what was asked; those that were used the longest ago make room.
+    """At most `limit` scores, by digests of the questions; the least recently used scores are dropped first.
 
-    In a folder they are lines of a file for each data-parallel rank, of which all are read at the start. What cannot be read is
-    asked anew.
+    If there is a folder, each data-parallel rank saves its scores as lines of a file there, and reads the files of all ranks at
+    the start. Unreadable lines are ignored, and their questions are asked again.
     """
 
     def __init__(self, limit: int, folder: Path | None, name: str, data_rank: int) -> None:
         self._limit, self._scores = limit, OrderedDict[str, float]()
         self._own = folder / f"{name}.rank{data_rank}.jsonl" if folder and limit else None
         self._lines = 0
-        """Lines of this process's file."""
+        """Number of lines of this process's file."""
         for file in sorted(folder.glob(f"{name}.rank*.jsonl")) if folder and limit else ():
             found = _read(file)
             self._scores.update(found)
@@ -53,13 +53,13 @@ class Judgments:
         self._shrink()
 
     def get(self, key: str) -> float | None:
-        """The score, or None where nobody has asked."""
+        """Return the score, or None if the judge has not been asked."""
         if key in self._scores:
             self._scores.move_to_end(key)
         return self._scores.get(key)
 
     def add(self, found: dict[str, float]) -> None:
-        """Keep scores, on disk too where there is a folder."""
+        """Store scores, also on disk if there is a folder."""
         self._scores.update(found)
         self._shrink()
         if self._own is None or not found:
@@ -79,7 +79,7 @@ class Judgments:
                 with open(self._own, "a") as file:
                     file.write(text)
         except OSError as error:
-            log.warning(f"{self._own}: {error.strerror}: a run that goes on will ask the judge again")
+            log.warning(f"{self._own}: {error.strerror}: a resumed run will ask the judge again")
 
     def _shrink(self) -> None:
         while len(self._scores) > self._limit:
@@ -91,7 +91,7 @@ def _read(file: Path) -> dict[str, float]:
     for line in file.read_text(errors="replace").splitlines():
         try:
             key, score = json.loads(line)
-        except (ValueError, TypeError, RecursionError):  # a line that a process could not finish
+        except (ValueError, TypeError, RecursionError):  # an incomplete line
             continue
         if isinstance(key, str) and isinstance(score, int | float) and 0 <= score <= 1:
             found[key] = float(score)
@@ -99,24 +99,24 @@ def _read(file: Path) -> dict[str, float]:
 
 
 # -- verdict -------------------------------------------------------------------------------------------------------------
-# The question to a judge about a response, and the number that its reply gives.
-# A response may say anything, also that it deserves the best mark. So what is judged stands between lines with a code that is
-# drawn anew for each request, and only a line of the judge's own with the same code is a verdict.
+# The question to a judge about a response, and the number in its reply.
+# A response may contain any text, for example the claim that it deserves the best mark. Therefore the judged text is enclosed
+# in lines with a random code, new for each request, and a verdict is valid only in a line of the judge with the same code.
 
 
 FIELD = re.compile(r"\{(prompt|response|answer)\}")
-"""Fields of rewards.judges.NAME.prompt."""
+"""Placeholders of rewards.judges.NAME.prompt."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?\.?")
 _MARKS = "*_`# \t"
-"""How models dress up a line."""
+"""Characters that models put around a line for emphasis."""
 LONGEST = 500
-"""Most characters of a verdict."""
+"""Largest number of characters of a verdict."""
 
 
 def question(config: JudgeConfig, nonce: str, fields: dict[str, str]) -> str:
-    """The message to the judge. nonce: what no text of the fields knows; fields: texts by the names of FIELD.
+    """Return the message to the judge. nonce: code that no field contains; fields: texts by placeholder name (FIELD).
 
-    They are put in in one pass: what looks like a field in one of them stays as it is.
+    All placeholders are replaced in one pass, so a placeholder within an inserted text stays unchanged.
     """
 
     def fenced(match: re.Match[str]) -> str:
@@ -137,7 +137,7 @@ def question(config: JudgeConfig, nonce: str, fields: dict[str, str]) -> str:
 
 
 def verdict(config: JudgeConfig, nonce: str, reply: str) -> float:
-    """The score from 0 to 1 in the last line of a reply that carries the nonce. Errors: ValueError saying why there is none."""
+    """Return the score, 0 to 1, in the reply's last line with the nonce. Errors: ValueError that says why there is none."""
     lines = re.findall(
         rf"^[^\S\n]*[{re.escape(_MARKS)}]*VERDICT[^\S\n]+{re.escape(nonce)}[^\S\n]*:(.*)$",
         behind_thinking(reply),
@@ -150,7 +150,7 @@ def verdict(config: JudgeConfig, nonce: str, reply: str) -> float:
         raise ValueError(f"its verdict has {len(text)} characters")
     value = _by_pattern(config.pattern, text) if config.json_key is None else _by_key(config.json_key, text)
     low, high = config.scale
-    if not low <= value <= high:  # nor is NaN
+    if not low <= value <= high:  # also refuses NaN
         raise ValueError(f"its verdict {text!r:.60} is not between {low:g} and {high:g}")
     return (value - low) / (high - low)
 
@@ -159,7 +159,7 @@ def _by_pattern(pattern: str | None, text: str) -> float:
     match = re.fullmatch(pattern, text) if pattern is not None else _NUMBER.fullmatch(text)
     try:
         return float(match[1] if pattern is not None else match[0]) if match else math.nan
-    except (TypeError, ValueError):  # the group is no number, or matched nothing
+    except (TypeError, ValueError):  # the group is not a number, or matched nothing
         raise ValueError(f"its verdict is {text!r:.60}") from None
 
 
@@ -182,35 +182,35 @@ def _by_key(key: str, text: str) -> float:
 log = logging.getLogger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a request is repeated; each time twice as long."""
+"""Pause in seconds before a request is repeated; it doubles each time up to the longest pause."""
 MOST_BYTES = 4 * 2**20
-"""Longest answer of a server."""
+"""Limit of bytes of a server's answer."""
 SAID_EVERY_S = 60.0
-"""Time between two lines about how far it is."""
-_RANDOM = random.SystemRandom()  # none that a run's seed decides
+"""Seconds between two progress lines."""
+_RANDOM = random.SystemRandom()  # independent of the run's seed
 
 
 class NoVerdict(Exception):
-    """A request without a usable answer, and why."""
+    """A request has no usable answer; the text says why."""
 
     def __init__(self, problem: str, *, again: bool = True) -> None:
-        """again: it may be better the next time."""
+        """again: True if a repeated request may succeed."""
         super().__init__(hide(problem))
         self.again = again
 
 
 @dataclass
 class Judge:
-    """One of rewards.judges."""
+    """One judge of rewards.judges."""
 
     name: str
     config: JudgeConfig
     known: Judgments
     asked: int = field(default=0, init=False)
-    """Different responses of the last call that the server was asked about."""
+    """Number of different responses that the last call sent to the server."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Ask for a word. prompts: some that it will see. Errors: UserError where that cannot be, or no word comes."""
+        """Check that the judge answers. prompts: examples. Errors: UserError if a prompt lacks a field, or no answer comes."""
         for prompt in prompts:
             self._asked(prompt)
 
@@ -224,9 +224,9 @@ class Judge:
             raise UserError(self._problem(str(error))) from None
 
     def score(self, judged: Sequence[Trajectory], prompts: Sequence[Prompt]) -> list[float | None]:
-        """A score from 0 to 1 of each response; None where the judge gave none, which is logged.
+        """Return a score from 0 to 1 for each response; None, with a log line, if the judge gave none.
 
-        Errors: UserError where more than max_failures of them have none.
+        Errors: UserError if the share of responses without a score exceeds max_failures.
         """
         seen = [t.text if self.config.thinking else behind_thinking(t.text).strip() for t in judged]
         fields = [{"response": text} | self._asked(prompts[t.group_id]) for t, text in zip(judged, seen, strict=True)]
@@ -237,19 +237,19 @@ class Judge:
         try:
             if asked:
                 asyncio.run(self._ask(asked, Counter(keys), found))
-        finally:  # a run that stops need not ask for these again
+        finally:  # keep these scores for a resumed run
             self.known.add(found)
         return [(scores | found).get(key) for key in keys]
 
     def _asked(self, prompt: Prompt) -> dict[str, str]:
-        """Fields of a prompt that the judge is shown. Errors: UserError where the answer is wanted and missing."""
+        """Return the prompt's fields for the judge. Errors: UserError if the judge needs an answer that is missing."""
         asked = prompt.text if prompt.messages is None else json.dumps(prompt.messages, ensure_ascii=False, indent=1)
         fields = {"prompt": asked}
         if "answer" in FIELD.findall(self.config.prompt):
             if prompt.answer is None:
                 raise UserError(
-                    f"config: rewards.judges.{self.name}.prompt has {{answer}}, and {prompt.prompt_id} has none; take it out,"
-                    " or give data with answers"
+                    f"config: rewards.judges.{self.name}.prompt has {{answer}}, and {prompt.prompt_id} has none; remove it from"
+                    " the prompt, or use data with answers"
                 )
             plain = isinstance(prompt.answer, str)
             fields["answer"] = prompt.answer if plain else json.dumps(prompt.answer, ensure_ascii=False, default=str)
@@ -272,7 +272,7 @@ class Judge:
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     async def _ask(self, asked: dict[str, dict[str, str]], counts: Counter[str], found: dict[str, float]) -> None:
-        """Put scores by key into `found`. counts: responses of each key, of those that were not asked about too."""
+        """Add scores by key to `found`. counts: number of responses of each key, including keys with known scores."""
         total, failed, problem = counts.total(), 0, ""
         clock = asyncio.get_running_loop().time
         said, room = clock(), asyncio.Semaphore(self.config.concurrency)
@@ -297,13 +297,13 @@ class Judge:
             async with self._session() as server, asyncio.TaskGroup() as group:
                 for key, fields in asked.items():
                     group.create_task(one(server, key, fields))
-        except ExceptionGroup as several:  # the others are ended: the run stops
+        except ExceptionGroup as several:  # the other tasks are canceled: the run stops
             raise several.exceptions[0] from None
         if failed:
             log.warning(f"rewards.judges.{self.name}: {failed} of {total} responses are masked: {problem}")
 
     async def _vote(self, server: aiohttp.ClientSession, room: asyncio.Semaphore, fields: dict[str, str]) -> float:
-        """One verdict. Errors: NoVerdict."""
+        """Return one verdict. Errors: NoVerdict."""
 
         async def once() -> float:
             nonce = secrets.token_hex(8)
@@ -317,7 +317,7 @@ class Judge:
         return await self._retried(once)
 
     async def _retried[T](self, once: Callable[[], Awaitable[T]]) -> T:
-        """The result of the first attempt that has one. Errors: NoVerdict, of the last attempt."""
+        """Return the first result of several attempts. Errors: NoVerdict of the last attempt."""
         for attempt in range(self.config.retries):
             try:
                 return await once()
@@ -330,7 +330,7 @@ class Judge:
     async def _reply(
         self, server: aiohttp.ClientSession, text: str, *, max_tokens: int | None = None, whole: bool = False
     ) -> str:
-        """The server's reply to a message. whole: one that a limit has cut is none. Errors: NoVerdict."""
+        """Return the server's reply to a message. whole: refuse a reply cut off by a limit. Errors: NoVerdict."""
         body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": text}],
@@ -354,7 +354,7 @@ class Judge:
             choice = answer.json()["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise NoVerdict(f"{url} answers no chat completion: {said}") from None
+            raise NoVerdict(f"{url} answers with no chat completion: {said}") from None
         if whole and not isinstance(content, str):
             raise NoVerdict(f"{url} answers without a text; a judge that thinks needs more max_tokens")
         if whole and ended != "stop":
@@ -369,6 +369,6 @@ class Judge:
 
     def _problem(self, problem: str) -> str:
         return (
-            f"rewards.judges.{self.name}: {problem}; its address has to be that of an OpenAI-compatible server"
+            f"rewards.judges.{self.name}: {problem}; its address must belong to an OpenAI-compatible server"
             f" (http://host:port/v1) of the model {self.config.model}"
         )

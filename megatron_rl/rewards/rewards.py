@@ -1,4 +1,4 @@
-"""All of a reward behind one verb: verifiers, reward models (`rewards.models`), judges (`rewards.judges`), length, shaping."""
+"""Computation of all rewards: verifiers, reward models (`rewards.models`), judges (`rewards.judges`), length and shaping."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
     "last": itemgetter(-1),
     "product": math.prod,
 }
-"""From the scores of a response's steps, of which there are some, to one number, by config.step_aggregation."""
+"""Functions that reduce the scores (at least one) of a response's steps to one number, by config.step_aggregation."""
 
 
 def names_of(config: RewardsConfig) -> list[str]:
-    """Names of the parts that look at finished responses: of reward models, judges, and the length."""
+    """Return the names of the reward parts for finished responses: reward models, judges, and the length penalty."""
     return [*config.models, *config.judges, *([OVERLONG] if config.overlong_buffer else [])]
 
 
 class Rewards:
-    """All of a reward: what verifiers, reward models, judges and the length say, and what advantages see of it.
+    """Rewards of a run from verifiers, reward models, judges and length, and the shaped rewards that advantages use.
 
-    Every process has one and calls it.
+    Every process has this object and calls it.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Rewards:
         shape: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         folder: Path | None = None,
     ) -> None:
-        """tokenizer: the policy's; None: samples bring what verifiers said of them (rollout.load).
+        """tokenizer: the policy's; None: trajectories already hold their verifiers' results (rollout.load).
 
-        zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation). shape: sets what advantages see
-        (`set_outcome_rewards`). folder: keeps what judges say.
+        zero_truncated: a response that a limit ended has reward 0 (agent.on_truncation). shape: sets the rewards that
+        advantages use (`set_outcome_rewards`). folder: stores the scores of judges.
         """
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
         self._tokenizer, self._zero_truncated, self._shape = tokenizer, zero_truncated, shape
         self.models: dict[str, Trainer] = {}
-        """Reward models of the trainer's processes; `build` loads them."""
+        """Reward models in the trainer's processes, loaded by `build`."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
         self._judges = {
             name: Judge(name, judge, Judgments(judge.cache, folder, name, ranks.data_rank if folder else 0))
@@ -90,9 +90,9 @@ class Rewards:
         """Moments of all scores of the run so far."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Ask each judge for a word. prompts: some that it will see.
+        """Check that each judge answers. prompts: examples of prompts for the judges.
 
-        Errors: UserError on all processes, for a judge that does not answer, or is to see an answer that a prompt lacks.
+        Errors: UserError on all processes if a judge does not answer, or needs an answer that a prompt lacks.
         """
 
         def ask() -> None:
@@ -103,7 +103,7 @@ class Rewards:
             self._ranks.main_does(ask, patient=True)
 
     def build(self, make: Callable[[str], Trainer]) -> None:
-        """Load the models of the trainer's own processes. make: a folder's, with its value head."""
+        """Load the reward models of the trainer's processes. make: loads the model of a folder, with its value head."""
         own = {name: model.path for name, model in self._config.models.items() if not model.address}
         self.models = {name: make(path or "") for name, path in own.items()}
         self._tokenizers = {
@@ -118,13 +118,12 @@ class Rewards:
         learns: bool = False,
         task: Task | None = None,
     ) -> None:
-        """Set parts and rewards of this leader's trajectories. prompts: those that their group ids count. Collective.
+        """Set reward parts and rewards of this leader's trajectories. Collective.
 
-        task: which verifies and weighs them, where it is not the run's.
-
-        learns: the scores are normalized, count for the mean and deviation by which they are, and are clipped; those of an
-        evaluation are neither, so that all evaluations of a run have one scale. What is masked is not scored. `outcome_reward`
-        is set too.
+        prompts: the prompts that group ids refer to. task: task that verifies and weighs the trajectories, if it is not the
+        run's. learns: True for training. Scores are then normalized and clipped, and count for the mean and deviation of the
+        normalization; `outcome_reward` is set too. Scores of an evaluation are not normalized, so that all evaluations of a run
+        have the same scale. Masked trajectories are not scored.
         Errors: UserError on all processes, for a server that does not answer.
         """
         task = task or self._task
@@ -135,7 +134,7 @@ class Rewards:
             self._shape(trajectories)
 
     def verify(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], task: Task | None = None) -> None:
-        """Have this leader's trajectories judged by the task's verifiers, unless they have been. `score` does so too.
+        """Run the task's verifiers on this leader's trajectories, unless this has been done. `score` calls this method too.
 
         Errors: UserError for a reward part that the task does not have.
         """
@@ -146,7 +145,7 @@ class Rewards:
     def _score_finished(
         self, trajectories: list[Trajectory], prompts: Sequence[Prompt], task: Task, *, learns: bool
     ) -> None:
-        """Add the parts of reward models, judges and the length, and weigh all parts anew."""
+        """Add the reward parts of reward models, judges and length, and compute the weighted rewards again."""
         self._measured = {} if learns else self._measured
         self._ask_judges(trajectories, prompts, learns=learns)
         judged = [t for t in trajectories if self._counts(t)]
@@ -175,7 +174,7 @@ class Rewards:
         return not t.part and not t.masked and not (self._zero_truncated and t.truncated)
 
     def _ask_judges(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], *, learns: bool) -> None:
-        """Set the parts of judges, and mask samples without a verdict."""
+        """Set the reward parts of judges, and mask samples without a verdict."""
         for name in self._config.judges:
             judged = [t for t in trajectories if self._counts(t)]
             scores = self._ranks.leaders_do(partial(self._verdicts, name, judged, prompts), patient=True) or []
@@ -198,7 +197,7 @@ class Rewards:
         return self._judges[name].score(judged, prompts)
 
     def _by_model(self, model: Trainer, judged: list[Trajectory]) -> list[float]:
-        """Scores of the leader's trajectories, by all processes of its copy of the model; none elsewhere."""
+        """Return scores of the leader's trajectories, computed by all processes of its model copy; [] on other processes."""
         values, labels, sequences = self._values(
             model,
             [
@@ -210,7 +209,7 @@ class Rewards:
         return found if self._ranks.is_leader else []
 
     def _score_steps(self, name: str, settings: ScorerConfig, judged: list[Trajectory], *, learns: bool) -> None:
-        """Set the part of a process reward model, and where its scores are rewards of tokens the field step_scores."""
+        """Set the part of a process reward model; if its scores are token rewards, also set the field step_scores."""
         tokenizer, model = self._tokenizers[name], self.models[name]
         separator = settings.step_separator or str(model.model.step_separator)
         steps = [steps_of(t.text, separator, ended=not t.truncated) for t in judged]
@@ -240,7 +239,7 @@ class Rewards:
             }
 
     def _values(self, model: Trainer, plain: list[Tokens]) -> tuple[Tensor, Labels, list[Tokens]]:
-        """Values [L] of the leader's sequences, with a state more behind each, on all processes of its copy of the model."""
+        """Return values [L] of the leader's sequences, each with one more state at its end, on all processes of its copy."""
         sequences = [with_last_state(sequence) for sequence in self._ranks.from_leader(plain)]
         labels, batches = Labels(sequences), model.pack(sequences)
         model.compute_fields(batches, frozenset({"values"}))
@@ -259,24 +258,24 @@ class Rewards:
         return values.clamp(-limit, limit).tolist()
 
     def metrics(self) -> Metrics:
-        """Metrics of this process from the last scoring of responses to learn from."""
+        """Return this process's metrics of the last scoring for training."""
         return self._measured
 
     def state_dict(self) -> dict[str, list[float]]:
-        """For a checkpoint: what scores are normalized by."""
+        """Return the moments for the normalization of scores, for a checkpoint."""
         return {name: seen.tolist() for name, seen in self._seen.items()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Go on where it was saved."""
+        """Restore the moments of a checkpoint."""
         self._seen |= {
             name: torch.tensor(seen, dtype=torch.float64) for name, seen in state.items() if name in self._seen
         }
 
 
 def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling: str) -> list[float]:
-    """Score of each sequence from the values [L] of its states, as a reward model learns it (`reward.places`)."""
+    """Return the score of each sequence from the values [L] of its states, with the pooling of the reward model's training."""
     rows = labels.rows(values.double())
-    # Behind each token that the policy chose: one place further than it is predicted from.
+    # The state at a token that the policy chose is one position after the state that predicts this token.
     own = labels.rows(labels.of("loss_mask")).roll(1, 1)
     if pooling != "mean":
         last = (own * torch.arange(own.shape[1])).argmax(1)
@@ -293,7 +292,7 @@ class Server:
     timeout_s: float
 
     def score(self, judged: list[Trajectory], prompts: Sequence[Prompt]) -> list[float]:
-        """One number for each trajectory. Errors: UserError where the server does not give one."""
+        """Return one number for each trajectory. Errors: UserError if the server does not return one."""
         tokenizer = read_tokenizer(self.config.path) if self.config.path else None
         wanted = [
             t.tokens.tolist() if tokenizer is None else _encoded(tokenizer, prompts[t.group_id], t) for t in judged
@@ -308,7 +307,7 @@ class Server:
 
 
 def _one(answer: Any) -> float:
-    """The only number of an answer. Errors: ValueError where there are several, or it is not finite."""
+    """Return the only number of an answer. Errors: ValueError if there are several, or the number is not finite."""
     (number,) = answer["embedding"]
     if not math.isfinite(number):
         raise ValueError("a score is finite")
@@ -316,9 +315,9 @@ def _one(answer: Any) -> float:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, trajectory: Trajectory) -> list[int]:
-    """Prompt and response as the reward model's own tokenizer has them: by its chat template, where it has one."""
+    """Return tokens of prompt and response by the reward model's tokenizer, with its chat template if it has one."""
     if not tokenizer.chat_template:
-        tokens, _ = encode_text(tokenizer, trajectory.text)  # as it has learned: the end of sequence is scored too
+        tokens, _ = encode_text(tokenizer, trajectory.text)  # as in its training, the end of sequence is scored too
         cut = trajectory.truncated and tokenizer.eos_token_id is not None
         return [*prompt.encode(tokenizer).tokens, *(tokens[:-1] if cut else tokens)]
     asked = prompt.messages or [{"role": "user", "content": prompt.text}]

@@ -1,4 +1,4 @@
-"""From the reward that is logged to the one that advantages see."""
+"""Shaping of the logged rewards into the rewards that advantages use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.distributed.parallel import Ranks
 
 
 def overlong(length: int, longest: int, buffer: int) -> float:
-    """DAPO's soft punishment (Yu et al. 2025, eq. 13): 0 up to longest - buffer tokens, from there on down to -1 at longest."""
+    """Return DAPO's length penalty (Yu et al. 2025, eq. 13): 0 up to longest - buffer tokens, then down to -1 at longest."""
     return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
@@ -31,9 +31,9 @@ def set_outcome_rewards(
 
     weights: data.rewards. process, bootstraps: process_rewards and bootstraps_truncated of `Config`.
 
-    The reward of each sample, without what a process reward model pays at the ends of steps, is clipped (rewards.clip) and
-    whitened over the step (rewards.whiten). What is masked has 0. Of what was cut off, and whose last state's value stands
-    for what would have come, the length penalty alone is left: a score would count twice.
+    The outcome reward is the sample's reward without the process reward model's part, which is paid at the ends of steps. It
+    is clipped (rewards.clip) and whitened over the step (rewards.whiten). Masked samples have 0. If `bootstraps` is set, a
+    truncated response keeps only the length penalty, because the value of its last state stands for the rest of its reward.
     """
     judged = [t for t in trajectories if not t.masked and not t.part]
     cut_off = [t for t in judged if bootstraps and t.truncated]
@@ -53,5 +53,5 @@ def set_outcome_rewards(
         for trajectory, reward in zip(some, rewards.float().tolist(), strict=True):
             trajectory.outcome_reward = reward
     for before, trajectory in pairwise(trajectories):
-        if trajectory.part:  # the sequences of a sample follow its first one
+        if trajectory.part:  # further sequences of a sample follow its first sequence
             trajectory.outcome_reward = before.outcome_reward

@@ -1,4 +1,4 @@
-"""Rewards that verifiers, and the environments of conversations, give to responses."""
+"""Rewards that verifiers, and environments of conversations, give to responses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def give_rewards(
     *,
     zero_truncated: bool = False,
 ) -> list[Trajectory]:
-    """The trajectories with text, reward parts and reward. prompts: those that their group ids count.
+    """Return the trajectories with text, reward parts and reward. prompts: the prompts that group ids refer to.
 
-    What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored. Parts
-    that come later are 0 here. zero_truncated: all parts of what a limit has ended are 0 (agent.on_truncation).
+    Reward parts from a trajectory's environment are kept. Masked trajectories are not scored. Parts that are computed later are
+    0 here. zero_truncated: all parts of responses that a limit ended are 0 (agent.on_truncation).
     """
     now, later = set(task.parts) - set(task.later_parts), dict.fromkeys(task.later_parts, 0.0)
     for t in trajectories:
@@ -39,7 +39,7 @@ def give_rewards(
         t.reward_parts = later | t.reward_parts
     first = trajectories[0] if trajectories else None
     for t in trajectories:
-        if t.part and first is not None:  # the sequences of a sample, which follow its first one, have its reward
+        if t.part and first is not None:  # further sequences of a sample have the reward of its first
             t.reward_parts = first.reward_parts
         else:
             first = t

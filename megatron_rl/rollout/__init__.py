@@ -1,1 +1,1 @@
-"""SGLang: the server process, the HTTP client, the sampling contract and the trajectories."""
+"""Sampling from the SGLang servers: requests of a step, weight pushes, recovery of servers, and trajectories."""

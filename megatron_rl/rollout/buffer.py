@@ -1,4 +1,4 @@
-"""The batches of the steps to come, which the servers sample while the trainer learns."""
+"""Buffer of the batches of coming steps, which the servers sample while the trainer learns."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class _Batch:
 
 
 class RolloutBuffer:
-    """Batches in the order of their steps, asked for at most rollout.max_staleness steps before they are learned.
+    """Batches in the order of their steps, requested at most rollout.max_staleness steps before they are trained on.
 
-    Every process has one and calls it. A checkpoint has the places of the batches that were asked for and not learned, and that
-    of the data stream behind them, so that a run that goes on asks for the same prompts again.
+    Every process has a buffer and calls it. A checkpoint stores the data-stream positions of the batches that were requested
+    but not trained on, and the position after these batches. A resumed run therefore requests the same prompts again.
     """
 
     def __init__(
         self, run: RunContext, engine: Engine, verify: Callable[[list[Trajectory], Sequence[Prompt]], None]
     ) -> None:
-        """verify: sets what verifiers say of trajectories, where dynamic sampling or a record needs it before the rest."""
+        """verify: runs the verifiers on trajectories early, if dynamic sampling or a record needs the rewards."""
         self._run, self._engine, self._verify = run, engine, verify
         self._settings = run.config.rollout.dynamic_sampling
         self._batches: deque[_Batch] = deque()
         self._groups: Groups | None = None
-        """Groups of the last step, where they are filtered."""
+        """Groups of the last step, if dynamic sampling filters them."""
         self._before_rounds: tuple[int, dict[str, Any]] | None = None
-        """A step, and the data stream before prompts take the place of its others."""
+        """(step, state of the data stream before the step's further rounds drew replacement prompts)."""
 
     def next(self) -> tuple[Sequence[Prompt], list[Trajectory]]:
-        """Prompts and trajectories of the run's step; those of steps behind it begin before they are waited for.
+        """Return prompts and trajectories of the run's step. Requests for later steps are sent before this step is awaited.
 
-        Errors: as of `Engine.finish`.
+        Errors: the same as `Engine.finish`.
         """
         run, config = self._run, self._run.config
         run.begin_step()
@@ -63,7 +63,7 @@ class RolloutBuffer:
         self._before_rounds = run.step, run.stream.state_dict()
         batch = self._batches[0]
         assert batch.asked is not None
-        asked, batch.asked = batch.asked, None  # its answers are the trainer's alone
+        asked, batch.asked = batch.asked, None  # only the trainer uses its answers from now on
         prompts, trajectories = self._finish(asked)
         if self._settings.max_rounds and not config.rollout.load:
             prompts, trajectories = self._with_spread(prompts, trajectories, run.step)
@@ -73,7 +73,7 @@ class RolloutBuffer:
     def _with_spread(
         self, prompts: Sequence[Prompt], trajectories: list[Trajectory], step: int
     ) -> tuple[Sequence[Prompt], list[Trajectory]]:
-        """A batch of groups with spread: rounds of further prompts take the place of the others (DAPO)."""
+        """Build a batch of groups with reward spread: further rounds of prompts replace groups without spread (DAPO)."""
         run, settings = self._run, self._settings
         self._groups = groups = Groups(run.config.batch.prompts_per_step)
         while True:
@@ -107,10 +107,10 @@ class RolloutBuffer:
         return _Batch(step, count, self._run.stream.state_dict(), self._run.stream.next(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Places of the batches that were asked for and not learned, and of the data stream behind them."""
+        """Return data-stream positions of the batches requested but not trained on, and the position after them."""
         run, stream = self._run, self._run.stream.state_dict()
         waiting = [batch for batch in self._batches if batch.step >= run.step]
-        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # it was given up, and begins anew
+        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # the step starts again
             stream = self._before_rounds[1]
         return {
             "stream": stream,
@@ -118,21 +118,21 @@ class RolloutBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw the batches again that an earlier process of the run had asked for; the run's stream is restored already."""
+        """Draw the batches again that an earlier process of the run had requested; the run's stream is already restored."""
         run, places = self._run, state.get("ahead", [])
         if not places:
             return
         latest = run.stream.state_dict()
         run.stream.load_state_dict(places[0]["position"])
         if any(place["count"] != self._count for place in places):
-            return  # the config has changed: their prompts come in batches of its own size
+            return  # the config has changed: the same prompts come in batches of the new size
         for place in places:
             run.stream.load_state_dict(place["position"])
             self._batches.append(self._draw(place["step"], place["count"]))
         run.stream.load_state_dict(latest)
 
     def metrics(self) -> Metrics:
-        """Metrics of what the last step left out."""
+        """Return metrics of dynamic sampling in the last step: rounds, groups without spread, missing groups, lengths."""
         if self._groups is None:
             return {}
         generated = self._groups.generated

@@ -1,4 +1,4 @@
-"""All prompts of a step, asked at once; trajectories in the order of the prompts, whatever happened in between.
+"""Request all prompts of a step at once, and return the trajectories in the order of the prompts.
 
 A rollout program (program.py) names a class like `Collection`, with its fields, `run`, `cancel`, `complete`, `trajectories`
 and `retries`.
@@ -24,10 +24,10 @@ from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt
 
 TOKENS_PER_CALL = 4096
-"""Short responses share HTTP calls of at most about that many response tokens, which spares both sides work per call; long
-ones get a call each, so that a failure costs little."""
+"""Limit of response tokens (approximate) for responses that share an HTTP call. Sharing saves both sides work per call. Long
+responses get a call each, so that a failure costs little."""
 BYTES_PER_CALL = 1 << 24
-"""Where routes and features go along, calls have at most about that many bytes of them."""
+"""Limit of bytes (approximate) of routes and features that one call returns."""
 
 
 class Call(NamedTuple):
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     requests: tuple[int, ...]
     shared: list[int]
-    """Prompts of it of which the server gets several samples."""
+    """Prompts of the call that the server samples several times."""
     features: EngineFeatures | None
 
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 class Collection:
     """The trajectories of one step as they arrive, one response to each request.
 
-    `run` asks for what is missing, so it may be called again after the engine died.
+    `run` requests only missing responses, so it can be called again after an engine died.
     """
 
     prompts: Sequence[Prompt]
@@ -54,24 +54,24 @@ class Collection:
     routes: EngineRoutes | None = None
     features: EngineFeatures | None = None
     features_from: int = 0
-    """The first request whose features are asked for; of those before it router logits alone."""
+    """First request that asks for all features; the requests before it ask for router logits alone."""
     top_log_probs: int = 0
-    """How many of the engine's likeliest tokens are asked for at each token."""
+    """Number of the engine's likeliest tokens to return at each token of a response."""
     share: range | None = None
-    """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
-    leaders, and request r is for a sample of prompt r // samples_per_prompt."""
+    """Requests that this process sends; None: all. Requests are numbered prompt by prompt: `prompts` holds the prompts of all
+    leaders, and request r is a sample of prompt r // samples_per_prompt."""
     seed: str | None = None
-    """Base of the requests' own seeds (`request_seed`): their draws do not depend on each other."""
+    """Base of the seed of each request (`request_seed`), so that the draws of requests do not depend on each other."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     evaluates: bool = False
-    """True: nothing is learned from them."""
+    """True if the responses are for evaluation, not for training."""
     known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
-    """Samples by request that are there already; none of them is asked for."""
+    """Samples by request that already exist; these requests are not sent."""
     on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None
-    """Called with samples by request, as they finish."""
+    """Called with samples by request, as the samples finish."""
     retries: int = 0
-    """HTTP calls that were made again."""
+    """Number of HTTP calls that were repeated."""
 
     def __post_init__(self) -> None:
         self._total = len(self.prompts) * self.samples_per_prompt
@@ -80,21 +80,21 @@ class Collection:
         """Requests to send."""
         self._replies: dict[int, Reply] = {}
         self._made: dict[int, list[Trajectory]] = {}
-        """Samples that have finished: an environment is asked once for its rewards."""
+        """Samples that have finished, kept because an environment is asked only once for its rewards."""
         self.aborted: dict[int, int] = {}
-        """Requests that were aborted, and how many tokens they had by then."""
+        """Aborted requests, with the number of tokens sampled before the abort."""
         self._canceled = False
         self._asked_by: SGLangClient | None = None
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
 
     @property
     def requests(self) -> int:
-        """Responses that this process wants."""
+        """Number of responses that this process wants."""
         return len(self._all)
 
     @property
     def responses(self) -> int:
-        """Responses that are there."""
+        """Number of responses that exist, known samples included."""
         return len(self._all) - len(self._requests) + self._arrived
 
     @property
@@ -103,21 +103,21 @@ class Collection:
 
     @property
     def complete(self) -> bool:
-        """True if all arrived."""
+        """True if all responses have arrived."""
         return self.responses == len(self._all)
 
     @property
     def finished(self) -> set[int]:
-        """Requests that have been answered to the end."""
+        """Requests that have a complete answer."""
         return {*self.known} | {*self._replies}
 
     def keep(self, groups: Iterable[int]) -> None:
-        """Leave out all requests but those of these prompts."""
+        """Drop all requests except those of the given prompts."""
         kept = {*groups}
         self._all = [r for r in self._all if self._prompt_of(r) in kept]
 
     def _calls(self, servers: int) -> list[Call]:
-        """HTTP calls for what is unanswered: a call goes to one server, and each server gets one in turn."""
+        """Return HTTP calls for unanswered requests. A call goes to one server, and the servers take turns."""
         by_server: dict[int, list[int]] = defaultdict(list)
         for request in self._requests:
             if request not in self._replies:
@@ -144,18 +144,18 @@ class Collection:
         return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
-        """Ask for all that is missing. Errors: EngineLost (what was answered stays), UserError; CancelledError by `cancel`."""
+        """Request all missing responses; answers so far stay. Errors: EngineLost, UserError, CancelledError by `cancel`."""
         asyncio.run(self._until_canceled(client))
 
     def cancel(self) -> None:
-        """End `run`, which another thread is in, or is about to be; what was answered stays."""
+        """End `run`, which runs or is about to run in another thread. Answers so far stay."""
         self._canceled = True
         if (task := self._task) is not None:
             with suppress(RuntimeError):  # its loop has ended
                 task[0].call_soon_threadsafe(task[1].cancel)
 
     def abort(self) -> None:
-        """Have the servers stop at what is unanswered: `run`, which another thread is in, comes to its end."""
+        """Make the servers abort unanswered requests, so that `run`, which runs in another thread, ends."""
         client, task = self._asked_by, self._task
         if client is not None and task is not None:
             with suppress(RuntimeError):  # its loop has ended
@@ -183,7 +183,7 @@ class Collection:
     @staticmethod
     def _raise(done: Sequence[BaseException | None]) -> None:
         problems = [p for p in done if isinstance(p, BaseException) and not isinstance(p, Aborted)]
-        # A lost engine can be mended, anything else cannot: it goes first.
+        # A run can recover from a lost engine, but from no other error: raise other errors first.
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
             raise problem
 
@@ -212,7 +212,7 @@ class Collection:
             self.aborted.update(zip(call.requests, ended.lengths, strict=True))
             return
         except asyncio.CancelledError:
-            if client.aborted:  # a server did not stop in time, and the run goes on without these
+            if client.aborted:  # a server did not abort in time, so the run continues without these responses
                 self.aborted.update(dict.fromkeys(call.requests, 0))
             raise
         self._replies.update(zip(call.requests, replies, strict=True))
@@ -221,12 +221,12 @@ class Collection:
     async def _finish(self, requests: Iterable[int]) -> None:
         if self.on_finished:
             self._made |= (made := {request: self._sample(request) for request in requests})
-            await asyncio.to_thread(self.on_finished, made)  # the loop goes on with the others
+            await asyncio.to_thread(self.on_finished, made)  # does not block the event loop for other calls
         if self.on_progress:
             self.on_progress(self.responses, len(self._all))
 
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories in the order of the requests; a prompt's place is their group id."""
+        """Return the trajectories in the order of the requests; the group id is the index of the prompt."""
         made = self._made | dict(self.known)
         return [t for r in self._all for t in (made[r] if r in made else self._sample(r))]
 

@@ -1,9 +1,9 @@
-"""Turns on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
+"""Turns of servers and trainer on shared GPUs (rollout.colocate). Without shared GPUs, these methods do nothing.
 
 generate          the servers answer                            the trainer sleeps
-to_trainer        they give up cache and weights                then the trainer wakes, scores and updates
-to_servers(...)   they take back their weights, are sent new    the trainer keeps its weights alone, until they are sent
-                  ones and take back the cache                  and sleeps
+to_trainer        the servers release cache and weights         then the trainer wakes, scores and updates
+to_servers(...)   the servers take back their weights, receive  the trainer keeps only its weights until they are sent,
+                  new ones and take back the cache              then sleeps
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 class Colocation:
-    """Turns of the trainer and of rank 0's children. All processes have one and call it together."""
+    """Turns of the trainer and of the servers that rank 0 started. All processes have this object and call it together."""
 
     def __init__(
         self,
@@ -28,21 +28,21 @@ class Colocation:
         shared: bool,
         clock: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """shared: the GPUs are; the servers sleep already. clock: measures a part of the step."""
+        """shared: whether servers and trainer share GPUs; the servers then sleep already. clock: measures a part of a step."""
         self._servers, self._ranks, self._clock = servers, ranks, clock
         self.shared = self.asleep = shared
-        """asleep: the servers have left the GPUs to the trainer."""
+        """asleep: whether the servers have left the GPUs to the trainer."""
         self.trainer: Trainer
-        """Known from the first push on."""
+        """Trainer that shares the GPUs; set by the first push."""
         self._used: dict[str, float | None] = {}
-        """Memory of this process's GPU at the end of the servers' last turn."""
+        """GB used of this process's GPU at the end of the servers' last turn."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Name the trainer that takes turns with the servers."""
+        """Set the trainer that takes turns with the servers."""
         self.trainer = trainer
 
     def to_trainer(self) -> None:
-        """Servers give up their memory, and all of the trainer is there again."""
+        """Put the servers to sleep, so that they release their memory, and wake the trainer."""
         if self.shared and not self.asleep:
             with self._clock("sleep"):
                 awake = used_gb()
@@ -52,9 +52,9 @@ class Colocation:
                 self.trainer.wake()
 
     def to_servers(self, *tags: str) -> None:
-        """Servers take back the memory with these tags; with `weights` alone, the trainer's weights are there too.
+        """Let the servers take back the memory with these tags.
 
-        Else nothing of the trainer is there.
+        With `weights` as the only tag, the trainer's weights stay in memory too. Otherwise the trainer sleeps completely.
         """
         if not self.shared:
             return
@@ -62,7 +62,7 @@ class Colocation:
             sending = tags == ("weights",)
             self.trainer.sleep(keep_weights=sending)
             self._ranks.barrier()  # every process has left its GPU
-            if sending:  # of a server that never slept, or was started again
+            if sending:  # a server that never slept, or was restarted, still holds its cache
                 self._ranks.main_does(lambda: self._servers.sleep("kv_cache"), patient=True)
             self._ranks.main_does(lambda: self._servers.wake(*tags), patient=True)
             if sending:
@@ -71,11 +71,11 @@ class Colocation:
                 self.asleep = False
 
     def make_room(self) -> None:
-        """All of the trainer leaves the GPUs: a server that starts measures how much memory is free."""
+        """Move the whole trainer off the GPUs, because a starting server measures how much memory is free."""
         if self.shared:
             self.trainer.sleep()
             self._ranks.barrier()
 
     def metrics(self) -> Metrics:
-        """GB used of a GPU, by all processes, as the servers' last turn ended: before they gave up theirs, and after."""
+        """Return GB used of a GPU by all processes, before and after the servers released their memory in the last turn."""
         return {name: maximum(gb) for name, gb in self._used.items() if gb is not None}

@@ -1,7 +1,7 @@
-"""Demonstrations out of sampled responses: which of them are kept, and as what rows `megatron-rl sft` finds them.
+"""Demonstrations from sampled responses: the choice of samples, and their rows in the file that `megatron-rl sft` reads.
 
-A sample is what one request gave: one sequence, or the several of an agent (`Trajectory.part`), which are kept or left
-together.
+A sample is the result of one request: one sequence, or the several sequences of an agent (`Trajectory.part`). All sequences of
+a sample are kept or left out together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_rl.tasks import Prompt
 from megatron_rl.tasks.sampled_demonstrations import Recorded
 
 FILE = "demonstrations.jsonl"
-"""In the run's rollouts/ folder."""
+"""File name in the run's rollouts/ folder."""
 Sample = list[Trajectory]
 
 
 def samples_of(trajectories: Iterable[Trajectory]) -> list[Sample]:
-    """The sequences of each sample, which follow its first one."""
+    """Group trajectories into samples; further sequences of a sample follow its first sequence."""
     found: list[Sample] = []
     for trajectory in trajectories:
         if trajectory.part and found:
@@ -35,7 +35,7 @@ def samples_of(trajectories: Iterable[Trajectory]) -> list[Sample]:
 
 
 def problem_of(sample: Sample, settings: DemonstrationsConfig) -> str:
-    """Why a sample is left out whatever others there are; '' where it is not."""
+    """Return why a sample is left out regardless of other samples, or '' if it is not."""
     length = _length(sample)
     if any(t.masked for t in sample):
         return "masked"
@@ -51,9 +51,9 @@ def problem_of(sample: Sample, settings: DemonstrationsConfig) -> str:
 
 
 def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[list[Sample], Counter[str]]:
-    """The samples that stay beside each other, in their order, and how many are left out for each reason.
+    """Return the samples that are kept in comparison with the others, in their order, and counts by reason of the rest.
 
-    Of one prompt the best paid come first, of equally paid ones the shortest, and of these the first.
+    The samples of a prompt are ranked by reward (highest first), then by length (shortest first), then by position.
     """
     seen: set[tuple[Any, ...]] = set()
     kept, of_prompt, left_out = list[int](), Counter[str](), Counter[str]()
@@ -73,17 +73,17 @@ def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[
 
 
 def light(sample: Sample) -> Sample:
-    """The sample as a row holds it: without routes, gates, router features and kept sets."""
+    """Return the sample without routes, gates, router features and kept sets, which a row does not store."""
     return [replace(t, routes=None, gates=None, features=None, kept=None) for t in sample]
 
 
 def row_of(
     trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocabulary: str
 ) -> dict[str, Any]:
-    """One line of the file. prompt: what was asked; vocabulary: the tokenizer's digest.
+    """Return one line of the file. prompt: the prompt of the request; vocabulary: the tokenizer's digest.
 
-    The prompt is what was asked before the tokenizer and its template came; where an agent of the user's asked something else,
-    it is that, decoded. The response is its text, or the messages of a conversation.
+    The row holds the prompt as messages or text, before tokenizer and chat template. If an agent outside the package sent
+    another prompt, the row holds that prompt's decoded tokens. The response is its text, or the messages of a conversation.
     """
     t = trajectory
     asked, response = t.tokens[: t.prompt_length], t.tokens[t.prompt_length :]
@@ -108,7 +108,7 @@ def row_of(
 
 
 def summary(kept: int, left_out: Counter[str]) -> str:
-    """How many of how many samples were kept, and why the others were not."""
+    """Return a line that says how many samples were kept, out of how many, and why the others were left out."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
     total = kept + left_out.total()
     return f"demonstrations: {kept} of {total} responses are kept" + (f"; left out: {reasons}" if reasons else "")

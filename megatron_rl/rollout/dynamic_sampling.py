@@ -1,7 +1,7 @@
-"""Groups of responses that teach something: further prompts are asked for in the place of those without spread.
+"""Dynamic sampling: groups without reward spread are replaced by groups of further prompts.
 
-Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025), section 3.2, "Dynamic Sampling": a group
-whose responses all have the same reward has advantages of 0, and takes the place of one that teaches.
+Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025), section 3.2, "Dynamic Sampling": if all
+responses of a group have the same reward, their advantages are 0. Such a group is replaced by a group with spread.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def with_spread(rewards: Iterable[tuple[int, float]]) -> set[int]:
-    """Groups in which not all rewards are equal. rewards: (group, reward) of each response."""
+    """Return the groups whose rewards are not all equal. rewards: (group, reward) of each response."""
     seen: dict[int, float] = {}
     return {group for group, reward in rewards if seen.setdefault(group, reward) != reward}
 
 
 def prompts_to_ask(missing: int, over_sampling: float) -> int:
-    """How many prompts a round asks for, where so many groups are missing. over_sampling: at least 1."""
-    return math.ceil(missing * over_sampling - 1e-9)  # 1.1 * 10 is above 11
+    """Return the number of prompts that a round requests if `missing` groups are missing. over_sampling: at least 1."""
+    return math.ceil(missing * over_sampling - 1e-9)  # 1.1 * 10 is above 11 in floating point
 
 
 @dataclass
 class Groups:
-    """The groups of a step, round by round. Every process has the same, and the trajectories of its own."""
+    """The groups of a step, round by round. Every process has the same groups, and only its own trajectories."""
 
     wanted: int
-    """Groups that the step learns from."""
+    """Number of groups that the step trains on."""
     rounds: int = 0
     _prompts: list[Prompt] = field(default_factory=list)
     _trajectories: list[Trajectory] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def missing(self) -> int:
-        """Groups with spread that are still wanted."""
+        """Number of groups with spread that are still missing."""
         return max(0, self.wanted - len(self._useful))
 
     @property
@@ -50,13 +50,13 @@ class Groups:
 
     @property
     def share_without_spread(self) -> float:
-        """Share of all groups that were asked for."""
+        """Share of the requested groups that have no reward spread."""
         return 1 - len(self._useful) / len(self._prompts)
 
     def add(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Iterable[tuple[int, float]]
     ) -> None:
-        """Take the answers of a round. trajectories: this process's; rewards: (group, reward) of all processes' responses."""
+        """Add the answers of a round. trajectories: of this process. rewards: (group, reward) of all processes' responses."""
         first = len(self._prompts)
         for trajectory in trajectories:
             trajectory.group_id += first
@@ -66,9 +66,9 @@ class Groups:
         self.rounds += 1
 
     def chosen(self) -> tuple[list[Prompt], list[Trajectory]]:
-        """The first `wanted` groups with spread; where there are fewer, the first ones without take the places that are left.
+        """Return the first `wanted` groups with spread. If there are too few, the first groups without spread fill the step.
 
-        A step so has its size whatever was found; the latter have advantages of 0.
+        The step therefore always has its full size. The groups without spread have advantages of 0.
         """
         useful = set(self._useful)
         others = [group for group in range(len(self._prompts)) if group not in useful]

@@ -1,8 +1,9 @@
-"""SGLang as the loops see it: push the weights, ask for trajectories; a server that dies is started again.
+"""The SGLang side as the training loop sees it: push weights, request trajectories, and restart servers that die.
 
-`begin` asks for those of a step and `finish` waits for them, so that the servers may sample while the trainer learns.
+`begin` sends the requests of a step and `finish` waits for the answers, so that the servers sample while the trainer learns.
 
-`push` and `ask` end with the engine awake, `sleep` and `collect` with the trainer awake, where both share GPUs (colocation.py).
+If engine and trainer share GPUs (colocation.py), `push` and `ask` end with the engine awake, `sleep` and `collect` with the
+trainer awake.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import Trainer
 
 KEPT_DIGESTS = 100
-"""Pushes of which a checkpoint has the digests: samples of steps behind it are of the last ones."""
+"""Number of the last pushes whose digests a checkpoint stores. A resumed run uses only samples of weights with a digest."""
 
 
 @dataclass
 class PendingRollout:
-    """Prompts that were sent and have not been waited for."""
+    """Prompts that were sent and whose answers have not been awaited."""
 
     prompts: Sequence[Prompt]
     collection: Collection
@@ -57,26 +58,27 @@ class PendingRollout:
     step: int
     """Step (0-based) that will train on these samples."""
     program: SingleTurn
-    """The program that has asked, with the task that judges."""
+    """The program that sent the requests, with the task that computes the rewards."""
     round: int = 0
     """Round of the step (rollout.dynamic_sampling)."""
     first: FirstGroups | None = None
-    """Which groups are taken, where not all are."""
+    """Groups that the step takes, if it does not take all groups."""
 
 
 class Engine:
     """Servers (children of rank 0, or external), client (of each data-parallel leader) and weight sync (of all ranks).
 
-    Children start on entering, before the trainer is built, so that both load at the same time; `join` connects them. Those
-    that share the trainer's GPUs are asleep again before it is built: SGLang sizes its cache by the memory that it finds.
+    Children start on entering, before the trainer is built, so that both load at the same time; `join` connects to them.
+    Children that share the trainer's GPUs are asleep again before the trainer is built, because SGLang sizes its cache by the
+    free memory that it finds.
     """
 
     def __init__(self, run: RunContext) -> None:
-        # One that only answers has no trainer that would replay its routes, or push predictors to it.
+        # An engine that only answers has no trainer that replays routes or pushes predictors.
         self.run, self.trains = run, run.kind == "train"
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
-        self._children = LocalServers(self.config, [], sleeps=False)  # of rank 0 may get some
+        self._children = LocalServers(self.config, [], sleeps=False)  # rank 0 may replace this with servers
         rollout = self.config.rollout
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
@@ -86,18 +88,18 @@ class Engine:
         self._unmerged = serves_adapters(self.config.lora, self.config.sync)
         self._retries = 0
         self._stale: list[bool] = []
-        """For each response of the last step: True if it is not of the weights pushed last."""
+        """For each response of the last step: True if it was sampled with other weights than those of the last push."""
         self._staleness: list[int] = []
-        """Age of each of them, in steps."""
+        """For each response of the last step: age of its oldest weights, in steps."""
         self._left_out = LeftOut()
-        """Counts of the last step, where some groups are left out."""
+        """Counts of the last step, if it leaves out some groups."""
         self._reused = 0
-        """Samples that an earlier process had finished."""
+        """Number of samples reused from an earlier process of the run."""
         self._pushed_before: dict[str, str] = {}
-        """Digests by version of weights that earlier processes of the run pushed before the checkpoint."""
+        """Digests, by version, of weights that earlier processes of the run pushed before the checkpoint."""
         self._asked: list[PendingRollout] = []
         self._loaded = 0, ""
-        """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""
+        """Step and digest of the trainer's weights, if trajectories are loaded instead of sampled."""
 
     def __enter__(self) -> Engine:
         config, rollout = self.config, self.config.rollout
@@ -108,7 +110,7 @@ class Engine:
         )
         try:
             self.run.ranks.main_does(self._start_servers, patient=True)
-        except BaseException:  # an interrupt, while others start
+        except BaseException:  # an interrupt while other servers start
             self._stack.close()
             raise
         return self
@@ -127,7 +129,7 @@ class Engine:
         self._stack.__exit__(*exception)
 
     def join(self) -> None:
-        """Wait until the servers answer; make client and weight sync. Every process calls it."""
+        """Wait until the servers answer, then make the client and the weight sync. Every process calls it."""
         rollout, ranks = self.config.rollout, self.run.ranks
         if rollout.load:
             return
@@ -140,7 +142,7 @@ class Engine:
             self._stack.callback(servers.close)
 
         def wait() -> tuple[list[str], str]:
-            if not self._shares:  # these were waited for at their start
+            if not self._shares:  # servers on shared GPUs were awaited at their start
                 servers.wait_ready()
             return servers.addresses, servers.key
 
@@ -168,8 +170,8 @@ class Engine:
             keeps_weights=self.config.sync.refresh.when == "drift",
             run=self.run.id,
         )
-        # What is asked again may come to a server that was started anew, before it has this run's weights. A run that claims to
-        # be on-policy stops at an external one with other weights; others push again.
+        # A repeated request may reach a restarted server that does not have this run's weights yet. A run with
+        # `algorithm.on_policy` stops if an external server has other weights; other runs push again.
         guarded = self.trains and not (rollout.external and self.config.algorithm.on_policy)
         self.client = SGLangClient(
             addresses,
@@ -204,15 +206,15 @@ class Engine:
 
     def _leave(self, kind: type | None, *_: object) -> None:
         if kind is None or issubclass(kind, StopRequested):
-            self.sleep()  # the run may end with a save
+            self.sleep()  # the run may end by saving a checkpoint, which needs the trainer awake
 
     def state_dict(self) -> dict[str, Any]:
-        """Digests of the last pushes, by which a run that goes on knows samples that were finished."""
+        """Return the digests of the last pushes, by which a resumed run recognizes samples that it can reuse."""
         pushed = {} if self.config.rollout.load else self._pusher.digests
         return {"pushed": dict([*(self._pushed_before | pushed).items()][-KEPT_DIGESTS:])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the digests of earlier processes' pushes."""
+        """Restore the digests of the pushes of earlier processes."""
         self._pushed_before = state.get("pushed", {})
 
     @property
@@ -223,12 +225,12 @@ class Engine:
     def push(self, trainer: Trainer, version: int) -> None:
         """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first.
 
-        What is being answered goes on with them (rollout.partial_rollout), or is waited for.
+        Responses in progress continue with the new weights (rollout.partial_rollout), or the push waits for them.
         """
         if not self.config.rollout.load:
             self._turns.attach(trainer)
             self._pusher.note_step(version)
-            # Adapters have no pause: a request that comes while they are exchanged finds none.
+            # An adapter push does not pause the server: a request that arrives during the exchange finds no adapter.
             if not self.config.rollout.partial_rollout or self._unmerged:
                 self._wait_for_all()
             self._pusher.push(trainer, version)
@@ -244,23 +246,24 @@ class Engine:
         try:
             for asked in self._asked:
                 self._complete(asked)
-        except StopRequested:  # they are given up, and the step at hand comes to its end
+        except StopRequested:  # the pending requests are given up, and the current step ends
             pass
 
     def sleep(self) -> None:
-        """The trainer's turn on GPUs that it shares."""
+        """Give shared GPUs to the trainer."""
         if not self.config.rollout.load:
             self._turns.to_trainer()
 
     def wake(self) -> None:
-        """The engine's turn on GPUs that it shares."""
+        """Give shared GPUs to the engine."""
         self._pusher.wake()
 
     def collect(self, prompts: Sequence[Prompt], step: int, *, top_log_probs: int = 0) -> list[Trajectory]:
-        """Trajectories of training step `step` (0-based), not judged yet; every process calls it.
+        """Return trajectories of training step `step` (0-based), without rewards yet. Every process calls it.
 
-        Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
-        top_log_probs: how many of the engine's likeliest tokens go with each token of a response.
+        `prompts` holds the prompts of the whole step. Each data-parallel leader gets the trajectories of its share of the
+        requests, other processes get none. top_log_probs: number of the engine's likeliest tokens to return with each token of
+        a response.
         """
         return self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
 
@@ -273,10 +276,10 @@ class Engine:
         top_log_probs: int = 0,
         wanted: int | None = None,
     ) -> PendingRollout:
-        """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again.
+        """Send the requests of `collect`; `finish` waits for the answers. Samples that exist already are not requested again.
 
-        round: each of a step has draws of its own. wanted: the first so many groups that are complete are taken, and `finish`
-        aborts the others (rollout.over_sample_rate).
+        round: each round of a step has its own draws. wanted: number of groups to take, in the order in which they are
+        complete; `finish` aborts the other groups (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
@@ -301,7 +304,7 @@ class Engine:
         return asked
 
     def finish(self, asked: PendingRollout) -> list[Trajectory]:
-        """Wait for what was begun first. Errors: as of `generate`."""
+        """Wait for the oldest pending requests and return their trajectories. Errors: the same as `generate`."""
         rollout, ranks, step = self.config.rollout, self.run.ranks, asked.step
         if rollout.load:
             file = file_of(Path(rollout.load), step, ranks.data_rank)
@@ -312,7 +315,7 @@ class Engine:
             trajectories = self._answers(asked)
             self._asked.remove(asked)
             self._look_at_versions(trajectories, asked)
-            # Routes of weights that the bound allows are replayed: those that the engine went, as of every older sample.
+            # Replay routes of all weights that max_staleness allows: the routes that the engine took when it sampled.
             recent = min(self.version, step - rollout.max_staleness)
             allowed = [v for v in self._pusher.digests if int(v) >= recent] or [str(self.version)]
             fresh = [any(sampled_by(t, version) for version in allowed) for t in trajectories]
@@ -322,19 +325,19 @@ class Engine:
                     version = trajectory.weight_spans[-1].version if routed else ""
                     trajectory.weights = self._pusher.digests.get(version, "")
             self.sleep()
-        for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
+        for trajectory, current in zip(trajectories, fresh, strict=True):  # a dropped route counts as missing
             drop_stale_routes(trajectory, fresh=current)
         return trajectories
 
     def record(self, trajectories: list[Trajectory], step: int) -> None:
-        """Keep this leader's trajectories that step `step` (0-based) learns from, where rollout.record says so."""
+        """Save this leader's trajectories that step `step` (0-based) trains on, if rollout.record is set."""
         if self.config.rollout.record and not self.config.rollout.load:
             ranks = self.run.ranks
             file = file_of(self.config.run_dir / "rollouts", step, ranks.data_rank)
             ranks.leaders_do(lambda: save_trajectories(file, trajectories))
 
     def _look_at_versions(self, trajectories: list[Trajectory], asked: PendingRollout) -> None:
-        """Count the responses that are not of the weights pushed last. Errors: UserError under algorithm.on_policy."""
+        """Count the responses of other weights than the last push. Errors: UserError under algorithm.on_policy."""
         if not self.trains:
             return
         version = str(self.version)
@@ -346,10 +349,10 @@ class Engine:
         if not self.config.algorithm.on_policy:
             return
         stale = [line for part in self.run.ranks.gather_from_leaders(mine) for line in part]
-        problems = [f"{len(stale)} responses are not of version '{version}', pushed last; {stale[0]}"] if stale else []
+        problems = [f"{len(stale)} responses are not from version '{version}' (last push): {stale[0]}"] if stale else []
         try:
             self._pusher.verify()
-        except UserError as error:  # the same on every process
+        except UserError as error:  # the same error on every process
             problems.append(str(error))
         if problems:
             raise UserError(f"algorithm.on_policy: step {asked.step + 1}: {'; '.join(problems)}")
@@ -363,12 +366,12 @@ class Engine:
         seed: str,
         program: SingleTurn | None = None,
     ) -> list[Trajectory]:
-        """`samples` responses to each of `prompts`, which are the same everywhere, not judged yet; every process calls it.
+        """Return `samples` responses to each of `prompts`, without rewards yet. Every process calls it with the same prompts.
 
-        Each data-parallel leader gets its share of them, others none. A group is a prompt's place in `prompts`; several
-        leaders may share it. seed: says which draws these are, beside config.seed: the same one draws the same again.
-        program: in the place of the run's. When the child servers die, they are restarted with the current weights, and what
-        was not answered is asked again.
+        Each data-parallel leader gets its share of the responses, other processes get none. The group id is the index in
+        `prompts`; several leaders may share a group. seed: names the draws, in addition to config.seed; the same seed gives the
+        same draws again. program: used instead of the run's program. Child servers that die are restarted with the current
+        weights, and unanswered requests are sent again.
         """
         return self._answers(
             self._begin(
@@ -376,7 +379,7 @@ class Engine:
                 support,
                 samples=samples,
                 seed=seed,
-                step=self.run.step - 1,  # it goes before what has been asked for ahead
+                step=self.run.step - 1,  # servers answer these before the requests of later steps
                 program=program,
                 evaluates=True,
             )
@@ -397,9 +400,9 @@ class Engine:
         some: bool = False,
         evaluates: bool = False,
     ) -> PendingRollout:
-        """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken.
+        """step: step that waits for the answers. durable: save samples to disk as they finish. some: not all groups are taken.
 
-        evaluates: nothing is learned from it.
+        evaluates: the responses are not used for training.
         """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
@@ -413,7 +416,7 @@ class Engine:
             "features": self._features if with_routes else None,
         }
         share = share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0)
-        # Nothing moves before the first update, so that no predictor learns from its trajectories.
+        # No weights move before the first update, so predictors do not learn from its trajectories.
         features_from = 0 if some else share_of(total, 0, self.config.batch.updates_per_step).stop
         kept: dict[str, Any] = {}
         if durable:
@@ -433,7 +436,7 @@ class Engine:
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
     ) -> dict[str, Any]:
-        """Fields of a collection whose samples are on disk: those that are there, and what is done with others."""
+        """Return fields of a collection that is saved to disk: the samples found there, and the function that saves more."""
         config = self.config
         what = {
             "tokens": [list(p.tokens) for p in prompts],
@@ -449,7 +452,7 @@ class Engine:
         known = finished.read(share, self._pushed_before | self._pusher.digests)
         if known:
             self._reused += len(known)
-            self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were there already")
+            self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were found on disk")
         return {"known": known, "on_finished": finished.keeper(self._pusher.digests)}
 
     def _complete(self, asked: PendingRollout) -> None:
@@ -458,7 +461,7 @@ class Engine:
         generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
 
     def _answers(self, asked: PendingRollout) -> list[Trajectory]:
-        asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
+        asked.collection.on_progress = self.run.logger.progress  # show progress of the awaited collection only
         try:
             self._complete(asked)
         except BaseException:
@@ -492,7 +495,7 @@ class Engine:
         return revived
 
     def metrics(self) -> Metrics:
-        """Counts since the start of the run, how stale the responses of the last step are, the last push, and turns on GPUs."""
+        """Return counts since the start of the run, staleness of the last step, figures of the last push, and GPU memory."""
         loads, ages = bool(self.config.rollout.load), self._staleness
         sampled: Metrics = {}
         if not loads:

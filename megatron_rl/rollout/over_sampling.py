@@ -1,8 +1,8 @@
-"""The first groups of a step whose responses have all come; what is still being sampled then is aborted.
+"""Over-sampling: a step trains on its first complete groups and aborts the requests of the others.
 
-Over-sampling as verl (over_sample_rate), SkyRL and slime do it, and as the runs of "Pr2: Predictive Routing Replay" (appendix
-E.1) have it: a step asks for (1 + rate) times its prompts, and does not wait for the last ones. What is learned from is
-shorter by that than what the policy says.
+verl (over_sample_rate), SkyRL and slime do the same, and so do the runs of "Pr2: Predictive Routing Replay" (appendix E.1). A
+step requests (1 + rate) times its prompts and does not wait for the last ones. The responses that the step trains on are
+therefore shorter on average than the responses of the policy.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_rl.metrics.reduce import Metrics, mean
 
 @dataclass
 class FirstGroups:
-    """Which groups of a round are taken. Every process has the same."""
+    """Choice of the groups of a round. Every process makes the same choice."""
 
     wanted: int
     samples: int
-    """Responses of a group."""
+    """Number of responses of a group."""
     _complete: list[int] = field(default_factory=list)
-    """In the order in which they were seen to be, those seen at once by their place."""
+    """Complete groups in the order of completion; groups that complete between two calls are in the order of their index."""
 
     def add(self, finished: Iterable[int]) -> bool:
-        """Look at all requests that have been answered, of all processes. Returns whether enough groups are complete."""
+        """Update from all processes' answered requests; return whether enough groups are complete."""
         answered = Counter(request // self.samples for request in finished)
         complete = {group for group, count in answered.items() if count == self.samples}
         self._complete += sorted(complete - {*self._complete})
@@ -34,34 +34,34 @@ class FirstGroups:
 
     @property
     def enough(self) -> bool:
-        """True once as many groups as are wanted are complete."""
+        """True if at least `wanted` groups are complete."""
         return len(self._complete) >= self.wanted
 
     @property
     def taken(self) -> list[int]:
-        """The first of them, by their place."""
+        """The first `wanted` complete groups, sorted by index."""
         return sorted(self._complete[: self.wanted])
 
 
 @dataclass
 class LeftOut:
-    """Responses of a step that were asked for and are not learned from; of this process."""
+    """Counts of this process's responses that a step requested but does not train on."""
 
     asked: int = 0
     dropped: int = 0
-    """Whole ones whose group was not among the first."""
+    """Number of complete responses whose group was not among the first."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that the aborted ones had."""
+    """Tokens of each aborted response at the time of the abort."""
 
     def add(self, asked: int, taken: Sequence[Trajectory], aborted: Mapping[int, int]) -> None:
-        """Count a round of so many requests. aborted: tokens by request."""
+        """Count a round. asked: number of requests; taken: trajectories to train on; aborted: tokens by request."""
         learned = sum(not t.part for t in taken)
         self.asked += asked
         self.dropped += asked - learned - len(aborted)
         self.lengths += aborted.values()
 
     def metrics(self) -> Metrics:
-        """Shares of the responses that were asked for, and how long the aborted ones were by then."""
+        """Return aborted and dropped shares of the requested responses, and the mean length of the aborted ones."""
         return {
             "rollout/aborted": mean(len(self.lengths), self.asked),
             "rollout/dropped": mean(self.dropped, self.asked),

@@ -1,4 +1,4 @@
-"""Rollout programs (`rollout.program`): how prompts become tokens, and how responses are asked for."""
+"""Rollout programs (`rollout.program`), which turn prompts into tokens and request responses."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """One response to each prompt. Other programs are subclasses; one object serves the whole run, on each process."""
+    """A rollout program with one response to each prompt. Other programs are subclasses; each process has one for the run."""
 
     collection: type[Collection] = Collection
-    """How the responses of a step are asked for."""
+    """Class that requests the responses of a step."""
     parts: tuple[str, ...] = ()
-    """Reward parts that the program adds to the task's; they weigh 0 unless data.rewards says otherwise."""
+    """Reward parts that the program adds to those of the task; their weight is 0 unless data.rewards sets another."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
-        """Every process makes one. Errors: UserError for what the config has wrong."""
+        """Every process makes a program. Errors: UserError for a wrong config."""
         self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
         self._harmony = speaks_harmony(tokenizer)
         self._check_task(task)
@@ -44,9 +44,9 @@ class SingleTurn:
             raise UserError(f"config: data.task: {task.name} needs rollout.program: {task.program}")
 
     def with_task(self, task: Task) -> Self:
-        """The same for prompts of another task, those of an evaluation set; what is open is shared.
+        """Return the program for prompts of another task (that of an evaluation set); open resources are shared.
 
-        Errors: UserError where they cannot be asked in this way.
+        Errors: UserError if this program cannot ask the task's prompts.
         """
         self._check_task(task)
         other = copy.copy(self)
@@ -55,41 +55,42 @@ class SingleTurn:
 
     @cached_property
     def vocabulary(self) -> str:
-        """The tokenizer's digest, which goes with recorded tokens."""
+        """Digest of the tokenizer, which is stored with recorded tokens."""
         return vocabulary_digest(self.tokenizer)
 
     def encode(self, prompt: Prompt) -> Prompt:
-        """The prompt with its tokens. Errors: UserError for a conversation that a model answers on several channels."""
+        """Return the prompt with its tokens. Errors: UserError for a conversation with a model that answers on channels."""
         if prompt.messages is not None and self._harmony:
             raise UserError(
                 "config: rollout.program: the model thinks and answers on channels (Harmony), and a single response would be"
-                " judged with both in it; set rollout.program: agent, agent.dialect: harmony and agent.max_turns: 1"
+                " scored with both in it; set rollout.program: agent, agent.dialect: harmony and agent.max_turns: 1"
             )
         return prompt.encode(self.tokenizer)
 
     def check_tools(self, prompt: Prompt) -> None:
-        """Look at a prompt to ask. Errors: UserError where it tells of a tool of its own that nobody answers."""
+        """Check a prompt before it is sent. Errors: UserError if the prompt defines a tool of its own that nobody answers."""
 
     @cached_property
     def end_of_turn(self) -> list[int]:
-        """The token [1] that ends a response to a conversation, as the chat template has it."""
+        """The token [1] that ends a response to a conversation, by the chat template."""
         return end_of_turn(self.tokenizer)
 
     @cached_property
     def _converses(self) -> bool:
         prompts = self.task.prompts("train") or self.task.prompts("eval")
-        some = prompts if isinstance(prompts, list) else prompts[:1]  # others are made one by one
+        some = prompts if isinstance(prompts, list) else prompts[:1]  # other collections make prompts one by one
         return any(prompt.messages is not None for prompt in some)
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response, beside the end of sequence: where there are conversations, the template's of a turn."""
+        """Tokens that end a response besides the end of sequence: with conversations, the chat template's end of turn."""
         return self.end_of_turn if self._converses else []
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
-        """A demonstration of the task to learn from. prompt: encoded, unless it brings tokens, which are taken as they are.
+        """Return a demonstration of the task to train on.
 
-        Errors: UserError where the task has none, or tokens are another tokenizer's.
+        prompt: encoded, unless it has recorded tokens, which are used unchanged.
+        Errors: UserError if the task has no demonstration, or if the recorded tokens belong to another tokenizer.
         """
         recorded = prompt.recorded
         if recorded is None:
@@ -102,18 +103,18 @@ class SingleTurn:
         return found
 
     def check_tokens(self, prompt: Prompt) -> None:
-        """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
+        """Raise UserError if the prompt's demonstration consists of tokens of another tokenizer."""
         if prompt.recorded is not None and prompt.recorded.tokenizer != self.vocabulary:
             of = f"of tokenizer {prompt.recorded.tokenizer}" if prompt.recorded.tokenizer else "of an unnamed tokenizer"
             raise UserError(
                 f"data: the tokens of {prompt.prompt_id} are {of}, and the model's is {self.vocabulary}; set data.tokens_key:"
-                " null to learn the texts, or take a model with the same tokenizer"
+                " null to learn from the texts, or use a model with the same tokenizer"
             )
 
     def document(self, text: str) -> Sequence:
-        """A text that is learned whole, as it stands: each of its tokens counts, and the end-of-sequence token behind them.
+        """Return a sequence that trains on a whole text: all its tokens count, and the end-of-sequence token after them.
 
-        In front is the beginning-of-sequence token; where the tokenizer has none, nothing predicts the first token of the text.
+        The beginning-of-sequence token comes first. If the tokenizer has none, nothing predicts the first token of the text.
         """
         start: Any = self.tokenizer.bos_token_id
         tokens, sizes = encode_text(self.tokenizer, text, end_of_sequence(self.tokenizer))
@@ -124,7 +125,7 @@ class SingleTurn:
         return found
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
-        """The task's judged responses. prompt: encoded. Errors: UserError where the task has none."""
+        """Return the judged responses of the task. prompt: encoded. Errors: UserError if the task has none."""
         preference = self.task.comparison(prompt, rng)
         if not isinstance(preference, Preference):
             raise UserError(f"data.task: {self.task.name}.comparison gives {preference!r:.60}, no Preference")
@@ -136,9 +137,9 @@ class SingleTurn:
         )
 
     def sequence(self, prompt: Prompt, response: Response) -> Sequence:
-        """A response as if the model had written it, with the end of a turn, or where the prompt is a text of a sequence.
+        """Return the sequence of a response as if the model had written it, with the end token of a turn or of a text.
 
-        prompt: encoded. Errors: UserError for what it could not have.
+        prompt: encoded. Errors: UserError for a response that the model could not give.
         """
         if not isinstance(response, str):
             raise UserError(f"data: the response to {prompt.prompt_id} is a conversation; set rollout.program: agent")
@@ -152,22 +153,22 @@ class SingleTurn:
         return found
 
     def stepwise(self, prompt: Prompt, steps: Iterable[Step]) -> tuple[Sequence, list[int]]:
-        """A response in steps, and the places of their last tokens in it. prompt: encoded."""
+        """Return a response in steps, and the positions of the steps' last tokens in the response. prompt: encoded."""
         empty = self.sequence(prompt, "")
-        frame = empty.tokens[empty.prompt_length :].tolist()  # what stands around an answer; an end token is its last
+        frame = empty.tokens[empty.prompt_length :].tolist()  # tokens around an answer; the last is the end token
         before, end = frame[:-1], frame[-1:]
         tokens, ends = encode_steps(self.tokenizer, (step.text for step in steps))
         return Sequence.demonstration(prompt.tokens, before + tokens + end), [len(before) + place for place in ends]
 
     def collect(self, **settings: Any) -> Collection:
-        """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
-        if self.collection.trajectories is not Collection.trajectories:  # what becomes of a request is not known here
+        """Return the collection of a step, or of an evaluation. settings: fields of `Collection`."""
+        if self.collection.trajectories is not Collection.trajectories:  # samples of a request are not known here
             settings = {name: value for name, value in settings.items() if name not in ("known", "on_finished")}
             settings["features_from"] = 0
         return self.collection(**settings)
 
     def check(self, collection: Collection) -> None:
-        """Look at what has been collected, on every process. Errors: UserError where the run should not go on with it."""
+        """Check a collection, on every process. Errors: UserError if the run should not continue with it."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stop what the program has started."""

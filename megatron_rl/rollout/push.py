@@ -1,4 +1,4 @@
-"""The trainer's weights reach the servers, also where one of them dies meanwhile."""
+"""Push of the trainer's weights to the servers, which also succeeds if a server dies during the push."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 class Pusher:
-    """Weights of one trainer, on servers that keep or lose them when they sleep. All processes call it together."""
+    """Pushes the weights of one trainer to servers that keep or lose them in sleep. All processes call it together."""
 
     def __init__(
         self,
@@ -34,27 +34,27 @@ class Pusher:
         keeps_weights: bool,
         run: str,
     ) -> None:
-        """dtype: of the engine's weights; digests: take one of each push; keeps_weights: a server that sleeps does.
+        """dtype: of the engine's weights; digests: compute a digest of each push; keeps_weights: a sleeping server keeps them.
 
-        run: its id, with which its versions on the servers begin.
+        run: id of the run, the prefix of its versions on the servers.
         """
         self._sync, self._turns, self._recovery, self._ranks = sync, turns, recovery, ranks
         self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
         self._run = run
         self._trainer: Trainer | None = None
         self._now = 0
-        """Step of the trainer's weights: the next push is of them."""
+        """Step of the trainer's weights, which the next push sends."""
         self.version = 0
         """Step of the weights that the servers have."""
         self.digests: dict[str, str] = {}
-        """Digests of all versions that this process pushed; empty where none are taken, and for one on its way."""
+        """Digests of all versions that this process pushed; '' if no digests are taken, or while the push is under way."""
         self.latest: str | None = None
-        """The last of them: the servers have it, or are being sent it."""
+        """Version of the last push, which the servers have or are receiving."""
         self.sent = SyncStats(bytes=0, seconds=0.0, buckets=0, tensors=0)
-        """The last push."""
+        """Statistics of the last push."""
 
     def note_step(self, step: int) -> None:
-        """The trainer's weights are those of this step: where a server dies, they are what it is sent."""
+        """Set the step of the trainer's weights, which a server receives if it dies and is restarted."""
         self._now = step
 
     def push(self, trainer: Trainer, version: int) -> None:
@@ -64,9 +64,9 @@ class Pusher:
         self.again()
 
     def again(self) -> None:
-        """Send the trainer's weights as they are now; once more where a server died meanwhile.
+        """Send the trainer's current weights, and repeat the push if a server died during it.
 
-        Where nothing is trained, a server that was started again has the weights of the folder, which are those asked for.
+        Without a trainer, nothing is sent: a restarted server has loaded the requested weights from the model folder.
         """
         if self._trainer is None:
             return
@@ -81,16 +81,16 @@ class Pusher:
                 self.digests.setdefault(str(self._now), "")  # answers may come before the push returns
                 self.sent = self._sync.push(weights, version_of(self._run, self._now))
                 self.version = self._now
-                self.digests[str(self._now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
+                self.digests[str(self._now)] = self._ranks.from_main(str(digest))  # other ranks may see no adapters
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return
-            except UserError:  # the same on every process
+            except UserError:  # the same error on every process
                 if attempt == RESTARTS or not self._recovery.revive(DEATH_S, trouble=True):
                     raise
 
     def wake(self) -> None:
-        """The servers' turn, with the weights that they had; with the trainer's, where these are lost."""
+        """Give the servers their turn, with the weights that they kept. If weights were lost, push the trainer's weights."""
         if not self._turns.asleep:
             return
         if self._recovery.revive() or not self._keeps_weights:
@@ -99,38 +99,38 @@ class Pusher:
         self.verify(lambda: self._turns.to_servers("kv_cache", "weights"))
 
     def verify(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Check that all servers, once awake, have what was pushed last; where a child has died, it is pushed again.
+        """Check that all servers, once awake, have the weights of the last push. If a child has died, push again.
 
-        Errors: UserError naming servers.
+        Errors: UserError that names the servers.
         """
         try:
             wake()
             self._sync.verify()
         except UserError:
-            # What external servers answered came from weights that can no longer be looked at.
+            # The weights that external servers answered with can no longer be checked.
             if self._recovery.external or not self._recovery.revive(DEATH_S, trouble=True):
                 raise
             self.again()
 
 
 # -- versions ------------------------------------------------------------------------------------------------------------
-# Which weights responses were sampled from, against those that were pushed last.
+# Comparison of the weights that responses were sampled from with the weights of the last push.
 
 
 def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
-    """A line for each trajectory with tokens that are not known to come from weights `version`: its prompt, and theirs."""
+    """Return a line for each trajectory with tokens not known to come from weights `version`: its prompt and its versions."""
     lines = []
     for t in trajectories:
         spans = [span for span in t.weight_spans if span.version != version]
         if spans:
             named = ", ".join(f"tokens {span.start} to {span.end} from '{span.version}'" for span in spans)
-            lines.append(f"that to prompt '{t.prompt_id}' has {named}")
+            lines.append(f"the response to prompt '{t.prompt_id}' has {named}")
         elif not t.weight_spans and bool(t["loss_mask"].any()):
-            lines.append(f"that to prompt '{t.prompt_id}' does not say")
+            lines.append(f"the response to prompt '{t.prompt_id}' does not name its weights")
     return lines
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int) -> list[int]:
-    """Steps between the oldest weights that each trajectory has tokens of and those that train on it, of `step`."""
+    """Return for each trajectory the steps between its oldest weights and the weights of `step`, which train on it."""
     versions = [[int(span.version) for span in t.weight_spans if span.version.isdecimal()] for t in trajectories]
     return [step - min(found, default=step) for found in versions]

@@ -1,4 +1,4 @@
-"""Servers that died are started again or left out, new ones are taken in, and what was left open is asked again."""
+"""Recovery from lost servers: restart or leave out dead servers, take in new ones, and repeat unanswered requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_rl.servers.fleet import Fleet
 from megatron_rl.servers.local import LocalServers
 
 RESTARTS = 3
-"""Times that dead servers are started again for one batch of requests, or for one push."""
+"""Number of times that dead servers are restarted for one batch of requests, or for one push."""
 CANCEL_S = 5.0
-"""Longest wait for requests that are given up."""
+"""Longest wait, in seconds, for requests that are given up."""
 CANCELLED = (asyncio.CancelledError, futures.CancelledError)
-"""Errors of work that was given up: of a coroutine, and of a thread that waits for one."""
+"""Errors of canceled work: of a coroutine, and of a thread that waits for a coroutine."""
 
 
 class Recovery:
-    """Changes among the servers. All processes have one and call it together."""
+    """Changes among the servers. All processes have this object and call it together."""
 
     def __init__(
         self,
@@ -35,21 +35,21 @@ class Recovery:
         *,
         external: bool,
     ) -> None:
-        """servers: which rank 0 alone may have; make_room: called everywhere before one starts.
+        """servers: used on rank 0 only. make_room: called on every process before a server starts.
 
-        moved: called everywhere with the addresses after a change. external: others start them.
+        moved: called on every process with the addresses after a change. external: the servers are not started by this run.
         """
         self._servers, self._ranks, self._make_room, self._moved = servers, ranks, make_room, moved
         self.external = external
         self.restarts = 0
-        """Servers that were started again, or came or went, since the start of the run."""
+        """Number of servers that were restarted (external: that came or went) since the start of the run."""
 
     def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
-        """Start the children that are dead again; leave external servers out that are gone, and take new ones in.
+        """Restart dead children; leave out external servers that are gone, and take in new ones.
 
-        patience_s: while there is no change, one within this time will do. trouble: something failed; children that hang are
-        dead then, and external servers are used anew also where no change is seen, as one may have been away for a moment.
-        Returns whether the servers are to be sent the weights, as they are others or new.
+        patience_s: longest wait for a change, in seconds. trouble: a request or push failed. Children that hang then count as
+        dead, and external servers are connected again even if no change is seen, as a server may have been away for a moment.
+        Return whether the servers need the weights, because servers have changed.
         """
 
         def changed() -> tuple[int, list[str]]:
@@ -61,7 +61,7 @@ class Recovery:
         self._make_room()
         now = self._ranks.main_does(self._servers.renew, patient=True)
         self._moved(now)
-        # More may have gone or come since they were counted.
+        # More servers may have gone or come since the count.
         self.restarts += max(count, len({*before} ^ {*now})) if self.external else count
         return True
 
@@ -77,16 +77,16 @@ def generate(
     stop: Callable[[], bool] = lambda: False,
     first: FirstGroups | None = None,
 ) -> None:
-    """Complete every process's collection, or the groups that are taken of it.
+    """Complete every process's collection, or only the groups that are taken.
 
-    revive: brings servers back with the current weights, on all processes; returns whether there were any. begun: where
-    `begin` was called before. step: that waits for it. stop: whether to end it. first: which groups are taken, where not all
-    are.
-    Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help; StopRequested.
+    revive: brings servers back with the current weights, on all processes; returns whether any server was brought back.
+    begun: the pending answers, if the collection was already started. step: step that waits for the answers. stop: returns
+    whether to end the collection. first: groups that are taken, if not all are.
+    Errors: UserError, the same on every process, if a restart cannot help or did not help; StopRequested.
     """
 
     def enough() -> bool:
-        """True once the answers of all processes will do. Collective."""
+        """Return whether the answers of all processes are enough. Collective."""
         return first is not None and first.add(
             r for mine in ranks.gather_from_leaders(collection.finished) for r in mine
         )
@@ -104,7 +104,7 @@ def generate(
                 collection.cancel()
                 wait([answered], CANCEL_S)
         problem = answered.exception() if answered.done() or not settled else None
-        mended = settled or collection.complete  # what was begun, where a server has been revived since then
+        mended = settled or collection.complete  # the early requests are complete, though a server was lost meanwhile
         if (mended and isinstance(problem, EngineLost)) or (settled and isinstance(problem, CANCELLED)):
             problem = None
         if problem is not None and not isinstance(problem, UserError):
@@ -115,11 +115,11 @@ def generate(
         fatal = [p for p in problems if not isinstance(p, EngineLost)]
         if fatal or attempt == RESTARTS:
             raise (fatal or problems)[0]
-        # What was begun may have failed by servers that have been revived meanwhile.
+        # The early requests may have failed because of servers that have been brought back since then.
         if not revive() and (attempt or begun is None):
             raise problems[0]
 
 
 def start_collection(collection: Collection, client: SGLangClient, step: int = 0) -> Future[None]:
-    """Ask for a collection in a thread of its own, by a client of its own. step: that waits for it."""
+    """Run a collection in its own thread, with its own client. step: step that waits for the answers."""
     return in_background(lambda: None if collection.complete else collection.run(client.copy(step)))

@@ -1,4 +1,4 @@
-"""When the rollout engine gets new weights: after every step, or when the policy has moved away from the engine's.
+"""Schedule of weight pushes to the engine: after every step, or when the policy has drifted from the engine's weights.
 
 VP2O's on-policy behavior budget (arXiv:2606.08032, Section 3.3, Eq. 11), for any algorithm.
 """
@@ -20,19 +20,19 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of the current policy from the one that sampled."""
+    """Distance of the current policy from the policy that sampled."""
 
     kl: float
-    """Mean KL(engine || policy), nats per token: k3 of the sampled tokens, which the engine drew."""
+    """Mean KL(engine || policy), nats per token: k3 over the sampled tokens, which the engine drew."""
     ess: float
     """Effective sample size of (policy / engine)^alpha, as a share of the tokens."""
 
 
 def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Sums [5] fp64 over tokens, from log r = log policy - log engine.
+    """Return sums [5] in fp64 over tokens, from log r = log policy - log engine.
 
-    Number of tokens, number that the policy has not pruned, k3 of these, r^alpha, r^(2 alpha). A pruned token has ratio 0,
-    and an infinite KL however new the weights are.
+    The sums are: number of tokens, number of tokens that the policy has not pruned, k3 of the unpruned tokens, r^alpha and
+    r^(2 alpha). A pruned token has ratio 0 and an infinite KL, however recent the weights are.
     """
     log_ratios = log_ratios.double()
     possible = log_ratios != -torch.inf
@@ -44,7 +44,7 @@ def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def drift_of(sums: torch.Tensor) -> Drift:
-    """The drift from the sums of `drift_sums`; without tokens there is none."""
+    """Return the drift from the sums of `drift_sums`; without tokens, the drift is zero."""
     tokens, possible, kl, weight, squared = sums.tolist()
     return (
         Drift(kl / max(possible, 1.0), weight**2 / (tokens * squared) if squared else 0.0)
@@ -54,10 +54,11 @@ def drift_of(sums: torch.Tensor) -> Drift:
 
 
 def drift_sample(samples: list[Sequence], config: RefreshConfig) -> list[Sequence]:
-    """Evenly spaced ones of a rank's sequences: about `config.tokens` tokens, and at least `config.sequences` sequences.
+    """Return evenly spaced sequences of a rank: about `config.tokens` tokens, and at least `config.sequences` sequences.
 
-    Whole ones: the start of a response, which is all that a prefix knows, does not speak for its end, and one long response
-    not for the others. They cost at most a forward over config.tokens + 1 tokens' sequences, or config.sequences of them.
+    The sample has whole sequences: the start of a response does not represent its end, and one long response does not represent
+    the others. The cost is at most a forward pass over the sequences of config.tokens + 1 tokens, or over config.sequences
+    sequences.
     """
     tokens = sum(len(sample.tokens) for sample in samples)
     within = len(samples) * config.tokens // max(tokens, 1)
@@ -65,10 +66,10 @@ def drift_sample(samples: list[Sequence], config: RefreshConfig) -> list[Sequenc
 
 
 def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:
-    """Measure the drift after a step, over some of the step's sequences; None where `when: always` needs none.
+    """Measure the drift after a step over some of the step's sequences; return None if `when: always` needs no drift.
 
-    samples: this data-parallel rank's. One forward pass over `drift_sample` of them. Every process calls it, and has the same
-    answer.
+    samples: of this data-parallel rank. Cost: one forward pass over `drift_sample` of them. Every process calls it and gets the
+    same answer.
     """
     if config.when == "always":
         return None
@@ -82,7 +83,7 @@ def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) ->
 
 
 def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> Metrics:
-    """Metrics of the drift and the refresh, which all ranks have alike; none where the engine is refreshed after every step."""
+    """Return metrics of drift and refresh, the same on all ranks; {} if the engine is refreshed after every step."""
     if drift is None:
         return {}
     return {
@@ -94,23 +95,23 @@ def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> Metrics:
 
 
 class RefreshSchedule:
-    """Decides after each step whether the engine is to be refreshed."""
+    """Decides after each step whether to refresh the engine."""
 
     def __init__(self, config: RefreshConfig) -> None:
         self.config = config
         self.refreshing = False
-        """True if the drift went beyond its limit and has not yet come back below the lower one."""
+        """True if the drift exceeded its limit and has not yet fallen below the lower limit (hysteresis)."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
-        """True if to refresh now.
+        """Return whether to refresh the engine now.
 
-        age: steps since the last refresh. confined: whether the trust region, which is around the engine's weights, refused
-        or shortened an update of this step; at its border it would leave nothing of the next ones.
+        age: steps since the last refresh. confined: whether the trust region around the engine's weights refused or shortened
+        an update of this step. At the border of the trust region, the next updates could not move.
         """
         config = self.config
         if drift is None:
             return True
         limit = config.hysteresis if self.refreshing else 1.0
         within = drift.kl <= limit * config.kl and 1 - drift.ess <= limit * (1 - config.ess)
-        self.refreshing = not within  # what is no number is not within
+        self.refreshing = not within  # NaN is not within the limits
         return self.refreshing or confined or age >= config.max_staleness

@@ -1,4 +1,4 @@
-"""The parts of a run that sampling needs, as an interface: `megatron_rl.run.run.Run` has them."""
+"""Interface to the parts of a run that sampling needs, implemented by `megatron_rl.run.run.Run`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class RunContext(Protocol):
-    """The run that asks for responses. Every process has one."""
+    """The run that requests responses. Every process has one."""
 
     config: Config
     kind: Kind
     id: str
-    """Random id of the run; empty for one that only asks."""
+    """Random id of the run; empty for a run that does not train."""
     step: int
-    """Steps that are done."""
+    """Number of finished steps."""
     ranks: Ranks
     hf_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -36,21 +36,21 @@ class RunContext(Protocol):
     logger: RunLogger
 
     def begin_step(self) -> None:
-        """From here on a step may be given up, until something is changed (all ranks)."""
+        """Allow the step to be given up from here on, until the state of the run changes (all ranks)."""
         ...
 
     def asked_to_stop(self) -> bool:
-        """True if this process was asked to stop."""
+        """Return whether this process was asked to stop."""
         ...
 
     def stop_tokens(self) -> list[int]:
-        """Tokens that end a response."""
+        """Return the tokens that end a response."""
         ...
 
     def gather_from_leaders(self, items: list[T]) -> list[T]:
-        """The lists of all copies of the model, one after the other."""
+        """Return the concatenated lists of all copies of the model."""
         ...
 
     def current_clock(self, part: str) -> AbstractContextManager[Any]:
-        """Measure a part of the step."""
+        """Measure the time of a part of the step."""
         ...

@@ -1,11 +1,11 @@
-"""Samples of a step on disk as they finish, so that a run that is ended in a step asks for none of them again.
+"""Samples of a step, saved to disk as they finish, so that a run that ends within a step does not request them again.
 
-A file a step and data-parallel rank, in the run's folder `pending/`: records one behind the other, each with its length and
-checksum, so that one that was cut off at its end is whole up to there. A file's name holds a digest of what was asked: what a
-run with other prompts, seeds or settings has left is not read.
+The run's folder `pending/` has one file per step and data-parallel rank. The records of a file follow each other, each with its
+length and checksum. If the last record was cut off, the records before it are still valid. The file name holds a digest of the
+requests, so that a run with other prompts, seeds or settings does not read the file.
 
-A sample is used again if the weights that it was sampled from are of this run, by their digest (`WeightsDigest`): pushed by
-this process, or before the checkpoint from which it goes on, which has their digests.
+A sample is used again if the digest of its weights (`WeightsDigest`) shows that this run pushed them. This process must have
+pushed them, or the checkpoint that the run resumed from must hold their digest.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatron_rl.errors import UserError
 log = logging.getLogger(__name__)
 
 PENDING = "pending"
-"""Folder, in the run's, of the samples of steps that are in no checkpoint yet."""
+"""Folder, within the run's folder, for samples of steps that are not in a checkpoint yet."""
 
 _HEAD = struct.Struct("<QI")
-"""Length and CRC-32 of the record behind it."""
+"""Length and CRC-32 of the record that follows."""
 Samples = dict[int, list[Trajectory]]
-"""Sequences by the number of their request."""
+"""Sequences by request number."""
 
 
 def key_of(asked: Mapping[str, Any]) -> str:
-    """A name for what is asked for; of anything that has a repr which says what it is."""
+    """Return a name for a set of requests. Each value must have a repr that describes the value completely."""
     return hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:16]
 
 
 class SampleJournal:
-    """Samples that one process has of a step."""
+    """Samples of a step that one process has."""
 
     def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
         self._folder, self._step, self._stem = folder, step, f"step_{step:06d}.{key}.rank"
@@ -54,9 +54,9 @@ class SampleJournal:
         self._lock = threading.Lock()
 
     def read(self, wanted: Collection[int], pushed: Mapping[str, str]) -> Samples:
-        """Samples of the requests wanted whose weights are of this run, whichever process has written them.
+        """Return samples of the wanted requests whose weights belong to this run, whichever process wrote them.
 
-        pushed: digests by version of the run's weights.
+        pushed: digests of the run's weights, by version.
         """
         found: Samples = {}
         files = self._folder.iterdir() if self._folder.is_dir() else ()
@@ -70,7 +70,7 @@ class SampleJournal:
         return found
 
     def add(self, samples: Samples, digests: Mapping[str, str]) -> None:
-        """Append samples. digests: by version of the weights."""
+        """Append samples. digests: digests of the weights, by version."""
         body = io.BytesIO()
         trajectories = [t for sample in samples.values() for t in sample]
         versions = {span.version for t in trajectories for span in t.weight_spans}
@@ -88,11 +88,11 @@ class SampleJournal:
             file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
 
     def keeper(self, digests: Mapping[str, str]) -> Callable[[Samples], None]:
-        """A function that appends samples as they finish. Where the disk takes none, it says so once, and keeps no more."""
+        """Return a function that appends samples as they finish. If a write fails, it warns once and saves no more."""
         failed: list[OSError] = []
 
         def keep(samples: Samples) -> None:
-            # What failed may have done so as the run was ended.
+            # A failed sample may have failed because the run was ended.
             done = {r: sample for r, sample in samples.items() if not any(t.finish_reason == "failure" for t in sample)}
             if done and not failed:
                 try:
@@ -100,14 +100,14 @@ class SampleJournal:
                 except OSError as error:
                     failed.append(error)
                     log.warning(
-                        f"{self._folder}: {error.strerror or error}: samples of step {self._step + 1} are not kept; a run"
-                        " that is ended in it asks for them again (rollout.durable)"
+                        f"{self._folder}: {error.strerror or error}: samples of step {self._step + 1} are not saved; a run"
+                        " that is ended in this step requests them again (rollout.durable)"
                     )
 
         return keep
 
     def mend(self) -> None:
-        """Cut what a process has left of this one's file that is no whole record: nothing behind it would be found."""
+        """Cut off an incomplete record at the end of this process's file, because no record behind it would be found."""
         if self._own.exists():
             whole = sum(_HEAD.size + size for size, _ in _bodies(self._own))
             if whole < self._own.stat().st_size:
@@ -116,7 +116,7 @@ class SampleJournal:
 
 
 def delete_journal(folder: Path, before: int) -> None:
-    """Remove the files of the steps before `before`, which are in a checkpoint."""
+    """Delete the files of steps before `before`, which are in a checkpoint."""
     for file in folder.glob("step_*.rank*"):
         if int(file.name[len("step_") :].partition(".")[0]) < before:
             file.unlink(missing_ok=True)
@@ -130,8 +130,8 @@ def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:
     for _, body in _bodies(file):
         try:
             yield _read(body)
-        except Exception as error:  # of any kind: its checksum may fit by chance, or its form be of another release
-            log.warning(f"{file}: a record is damaged ({type(error).__name__}), and what follows is left out")
+        except Exception as error:  # any error: the checksum may match by chance, or another release wrote the record
+            log.warning(f"{file}: a record is damaged ({type(error).__name__}): ignoring it and the rest of the file")
             return
 
 
@@ -149,22 +149,22 @@ def _bodies(file: Path) -> Iterator[tuple[int, bytes]]:
         while head := opened.read(_HEAD.size):
             size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
             left -= len(head) + size
-            # Zeros, as a power cut leaves them, are an empty record whose checksum fits.
+            # After a power cut, zeros look like an empty record with a matching checksum.
             body = opened.read(size) if size > 0 and left >= 0 else b""
             if not body or zlib.crc32(body) != checksum:
-                log.warning(f"{file}: its last record was cut off, and is left out")
+                log.warning(f"{file}: the last record is cut off and is ignored")
                 return
             yield size, body
 
 
 # -- recorded ------------------------------------------------------------------------------------------------------------
-# Recorded trajectories in the place of an engine: read, and refused where they are not of this model or support.
+# Recorded trajectories instead of an engine: read them, and refuse trajectories of another model or support.
 
 
 def read_recorded(
     path: Path, support: SamplingSupport, routes: EngineRoutes | None, features: EngineFeatures | None
 ) -> list[Trajectory]:
-    """Trajectories of a file; without routes, gates or features that are not asked for, though they were recorded.
+    """Return the trajectories of a file. Recorded routes, gates and features are dropped if the run does not use them.
 
     Errors: UserError that names file and trajectory.
     """

@@ -1,1 +1,1 @@
-"""Containers and processes in which code of others runs: model-written programs, tools, scorers."""
+"""Containers and processes for untrusted code: programs that models write, tools, and scorers of other packages."""

@@ -1,8 +1,8 @@
-"""Model-written Python in a container: bubblewrap's namespaces, resource limits, a seccomp filter, a wall clock.
+"""Container for model-written Python: bubblewrap's namespaces, resource limits, a seccomp filter, and a wall-clock limit.
 
-A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as nobody, also where the
-trainer is root: the limit on processes does not bind root. Its memory is bounded twice, each process's by the kernel and
-that of all together by looking at it ten times a second. What a machine cannot contain is not run.
+A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as nobody even if the trainer
+is root, because the limit on processes does not apply to root. Memory is bounded twice: the kernel bounds each process, and the
+total of all processes is checked ten times a second. A program that the machine cannot contain is not run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron_rl.sandbox import cgroup
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
 
 PYTHON = "/usr/bin/python3"
-"""Python inside: the system's, because other ones may lie in folders that nobody may read."""
+"""Python in the container: the system's, because other Pythons may be in folders that nobody can read."""
 NOBODY = 65534
 PROCESSES = 16
 TMP_BYTES = 64 * 2**20
 KERNEL_BYTES = 64 * 2**20
-"""Memory of the kernel's for a container, where a control group counts it: pipes, sockets, names of files."""
+"""Kernel memory for a container, if a control group counts it: pipes, sockets, names of files."""
 MOST_FILES = 20_000
 OWN_PROCESSES = 4
-"""Processes of bubblewrap's beside a program's."""
+"""Number of bubblewrap's own processes beside those of a program."""
 LOOK_S = 0.1
-"""Seconds between two looks at the memory of all processes."""
+"""Seconds between two checks of the memory of all processes."""
 END_S = 5.0
-"""Longest wait for a container that was killed."""
+"""Longest wait, in seconds, for a container that was killed."""
 REMEDY = "install it (apt-get install bubblewrap), or name a remote tool server in agent.mcp_servers"
 
 FORBIDDEN = (
@@ -56,7 +56,7 @@ FORBIDDEN = (
         "open_tree",
         "mount_setattr",
     ),
-    *("unshare", "setns", "open_by_handle_at", "name_to_handle_at"),  # out of the namespaces
+    *("unshare", "setns", "open_by_handle_at", "name_to_handle_at"),  # ways out of the namespaces
     *(
         "bpf",
         "perf_event_open",
@@ -65,7 +65,7 @@ FORBIDDEN = (
         "keyctl",
         "add_key",
         "request_key",
-    ),  # the kernel's depths
+    ),  # complex kernel interfaces
     *(
         "init_module",
         "finit_module",
@@ -90,25 +90,25 @@ class Outcome:
     stdout: str
     stderr: str
     exit_code: int | None
-    """None where it was killed."""
+    """Exit status; None if the program was killed."""
     reason: Reason
-    """ok, error (it ended with another status than 0), timeout, memory, output (more than allowed), refused (it could not be
-    contained, and was not run)."""
+    """ok, error (exit status not 0), timeout, memory, output (more than allowed), or refused (not run, because it could not
+    be contained)."""
 
 
 @functools.cache
 def _filter() -> bytes:
-    """The seccomp filter as the kernel takes it. Errors: OSError, ImportError where libseccomp is missing."""
+    """Return the seccomp filter in the kernel's form. Errors: OSError, or ImportError if libseccomp is missing."""
     import pyseccomp
 
     filtered = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     refuse = pyseccomp.ERRNO(errno.EPERM)
     for name in FORBIDDEN:
-        with contextlib.suppress(ValueError, OSError):  # a call that this architecture does not have
+        with contextlib.suppress(ValueError, OSError):  # a call that this architecture lacks
             filtered.add_rule(refuse, name)
     flags, masked = pyseccomp.Arg, pyseccomp.MASKED_EQ
     filtered.add_rule(refuse, "clone", flags(0, masked, _NEW_USER_NAMESPACE, _NEW_USER_NAMESPACE))
-    filtered.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory; libc then takes clone
+    filtered.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory; libc falls back to clone
     filtered.add_rule(refuse, "socket", flags(0, pyseccomp.NE, 1))  # all but AF_UNIX
     with tempfile.TemporaryFile() as file:
         filtered.export_bpf(file)
@@ -125,13 +125,13 @@ def _file(data: bytes) -> int:
 
 @functools.cache
 def _disable_userns(bwrap: str) -> bool:
-    """True if this bubblewrap has the option; where it is older, the filter alone forbids new user namespaces."""
+    """Return whether bubblewrap has this option. In older versions, only the filter forbids new user namespaces."""
     return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=20).stdout
 
 
 def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, memory_mb: int) -> list[str]:
-    # Before bubblewrap, so that nothing in the container is without them; and its first process is the program itself. The
-    # limit on processes counts those of one user in a namespace, so it is set within.
+    # The limits are set before bubblewrap, so that they hold for all processes in the container, and its first process is the
+    # program. The limit on processes counts the user's processes in one namespace, so it is set within the container.
     limits = [f"--cpu={cpu_s}:{cpu_s + 1}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", "--nofile=64"]
     command = ["prlimit", *limits, "--core=0", "--memlock=0", "--msgqueue=0", "--"]
     command += [bwrap, "--unshare-all", "--unshare-user", "--as-pid-1"]
@@ -155,7 +155,7 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
 class Container:
     """A Python script that runs contained: `stdin` and `stdout` are its pipes, `end` kills it with all its processes.
 
-    It also dies with the thread that made it (PR_SET_PDEATHSIG), so that nothing outlives a run that is killed.
+    The container also dies with the thread that made it (PR_SET_PDEATHSIG), so that nothing outlives a run that is killed.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class Container:
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
     ) -> None:
-        """cpu_s: CPU seconds of each of its processes. stdin, stdout, stderr: descriptors, or as `subprocess` has them.
+        """cpu_s: CPU seconds of each process. stdin, stdout, stderr: descriptors, or constants of `subprocess`.
 
-        Errors: OSError or ImportError where it could not be started; whether it was contained says `started`.
+        Errors: OSError or ImportError if the container could not be started. `started` tells whether the script was contained.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -181,7 +181,7 @@ class Container:
         os.set_blocking(self._status, False)
         self._started = False
         files = [_file(filtered), _file(script)]
-        # By a program of its own: Popen(user=...) forks, and so copies the page tables of all that the trainer holds.
+        # setpriv is a separate program, because Popen(user=...) forks and copies the page tables of the trainer's memory.
         command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         command += _command(bwrap, files[0], files[1], status, cpu_s=cpu_s, memory_mb=memory_mb)
         self._memory = memory_mb * 2**20
@@ -211,9 +211,9 @@ class Container:
 
     @property
     def started(self) -> bool:
-        """True if the script was begun.
+        """True if the script was started.
 
-        To be asked after it has ended: bubblewrap tells no status of what it did not start.
+        Ask only after the end of the container, as bubblewrap reports no status if it did not start the script.
         """
         if self._status is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,7 +225,7 @@ class Container:
         return self._started
 
     def processes(self) -> list[int]:
-        """Its processes, bubblewrap's outer one first."""
+        """Return ids of the container's processes, bubblewrap's outer process first."""
         found, frontier = [], [self.process.pid]
         while frontier:
             pid = frontier.pop()
@@ -236,7 +236,7 @@ class Container:
         return found
 
     def memory(self) -> int:
-        """Resident bytes of all processes of the container."""
+        """Return the resident bytes of all processes of the container."""
         found = 0
         for pid in self.processes():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -244,7 +244,7 @@ class Container:
         return found
 
     def files(self) -> int:
-        """Files in its folders in memory, each of which takes a KiB of the kernel's, whatever is in it."""
+        """Return the number of files in the container's in-memory folders; each file takes 1 KiB of kernel memory."""
         found = 0
         for pid in self.processes()[1:2]:
             for folder in ("tmp", "dev/shm"):
@@ -252,16 +252,16 @@ class Container:
                     room = os.statvfs(f"/proc/{pid}/root/{folder}")
                     if (
                         room.f_blocks * room.f_frsize == TMP_BYTES
-                    ):  # while it is being made, the folder is the machine's
+                    ):  # during the start of the container, the folder is the machine's
                         found += room.f_files - room.f_ffree
         return found
 
     def is_over(self) -> bool:
-        """Tell whether it holds more memory or files than it may."""
+        """Return whether the container exceeds its limit of memory or files."""
         return self.memory() > self._memory or self.files() > MOST_FILES
 
     def freeze(self) -> None:
-        """Stop all of its processes, until `thaw`: none can allocate, compute or start another one."""
+        """Stop all processes in the container until `thaw`, so that they cannot allocate, compute or start others."""
         stopped: set[int] = set()
         while new := {*self.processes()[1:]} - stopped:
             for pid in new:
@@ -270,18 +270,18 @@ class Container:
             stopped |= new
 
     def thaw(self) -> None:
-        """Let its processes go on."""
+        """Let the processes continue."""
         for pid in self.processes()[1:]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it with all that it started."""
-        if self.process.returncode is not None:  # its id may be another's
+        """Kill the container with all its processes."""
+        if self.process.returncode is not None:  # its id may belong to another process
             return
-        # The container dies with bubblewrap's outer process, but not from the first: for a moment its first process has a
-        # session of its own, and has not yet asked to die with its parent. So it is killed by its own id, too. A process that
-        # is stopped starts none and buries none: what is found below it is all there is, and each id is what it was.
+        # The container dies with bubblewrap's outer process, but not at the very beginning: the container's first process
+        # already has its own session, and has not yet asked to die with its parent. So it is also killed by its own id. A
+        # stopped process neither starts nor reaps processes, so the list of processes is complete and the ids are valid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGSTOP)
             for pid in self.processes()[1:]:
@@ -290,7 +290,7 @@ class Container:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it, and let go of its pipes: nobody may be reading them."""
+        """Kill the container and close its pipes, which may have no reader."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
@@ -305,22 +305,22 @@ class Container:
             self._group.remove()
 
     def was_refused(self, wait_s: float = END_S) -> bool:
-        """Tell whether it has ended, or does within `wait_s`, without beginning the script: for no reason of the script's."""
+        """Return whether the container ended within `wait_s` seconds without starting the script (not the script's fault)."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
         return self.process.returncode is not None and not self.started and not self.was_out_of_memory()
 
     def was_out_of_memory(self) -> bool:
-        """Tell whether the kernel has ended one of its processes for its memory."""
+        """Return whether the kernel has killed a process of the container because of its memory."""
         return self._group is not None and self._group.out_of_memory()
 
 
 def watch(
     container: Container, stdin: bytes, *, timeout_s: float, output_bytes: int, until: bytes = b""
 ) -> tuple[list[bytearray], Reason]:
-    """Feed and read a container until it has closed its output, has written `until`, or breaks a limit.
+    """Feed and read a container until it closes its output, has written `until`, or breaks a limit.
 
-    Returns what it wrote to stdout, and to stderr where that is a pipe of its own, and why the watch ended.
+    Return its output (stdout, and stderr if stderr is a separate pipe) and the reason for the end of the watch.
     """
     process, deadline = container.process, time.monotonic() + timeout_s
     assert process.stdin and process.stdout  # they are pipes
@@ -352,7 +352,7 @@ def watch(
                         read = os.read(key.fd, 65536)
                 except BlockingIOError:
                     continue
-                except OSError:  # it reads no more
+                except OSError:  # the program no longer reads
                     waiting = memoryview(b"")
                 if output is None:
                     if not waiting:
@@ -372,9 +372,9 @@ def watch(
 
 
 def last_words(container: Container, *, beside: Sequence[Container], timeout_s: float) -> str:
-    """The text that a container writes to its standard error until it closes it, at most 4 KiB.
+    """Return the text that a container writes to its standard error until it closes it, at most 4 KiB.
 
-    It is '' where the container or one beside it breaks a limit. Errors: OSError where it was not contained.
+    The result is '' if the container, or one of `beside`, breaks a limit. Errors: OSError if the script was not contained.
     """
     stream, deadline, output = container.process.stderr, time.monotonic() + timeout_s, b""
     assert stream  # it is a pipe
@@ -397,11 +397,11 @@ def last_words(container: Container, *, beside: Sequence[Container], timeout_s: 
 def run_python(
     code: str, *, stdin: str = "", timeout_s: float = 10.0, memory_mb: int = 512, output_bytes: int = 65536
 ) -> Outcome:
-    """Run a program contained, with at most so much wall-clock time, memory (of all its processes) and output (of each kind).
+    """Run a program contained, with limits of wall-clock time, memory (of all processes) and output bytes (per stream).
 
-    Never raises because of what the program does; `reason` is refused where this machine cannot contain it.
+    Never raises because of what the program does; `reason` is refused if this machine cannot contain the program.
     """
-    if "\0" in code:  # behind it Python would read no more
+    if "\0" in code:  # Python would ignore the code after it
         return Outcome("", "SyntaxError: source code cannot contain null bytes\n", 1, "error")
     try:
         container = Container(_encode(code), cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
@@ -412,7 +412,7 @@ def run_python(
         if reason == "ok":
             try:
                 container.process.wait(max(0.1, timeout_s))
-            except subprocess.TimeoutExpired:  # it closed its output and goes on
+            except subprocess.TimeoutExpired:  # it closed its output but still runs
                 reason = "timeout"
         stdout, stderr = (bytes(output[:output_bytes]).decode(errors="replace") for output in outputs)
         if reason == "ok" and not container.started:
@@ -437,7 +437,7 @@ def _encode(text: str) -> bytes:
 
 
 def problem() -> str:
-    """Why this machine cannot contain programs, with the remedy; '' where it can."""
+    """Return why this machine cannot contain programs, with the remedy; '' if it can."""
     probe = "import os, socket\nprint(os.path.exists('/etc/passwd'), os.getuid())\nsocket.socket()"
     found = run_python(probe, timeout_s=30.0)
     if found.reason == "refused":

@@ -1,6 +1,6 @@
-"""A control group for a container, where this machine lets us make one.
+"""Control group for a container, if this machine allows to make one.
 
-The memory of all of its processes is then bounded at every moment, with what the kernel holds for them.
+A control group bounds the memory of all its processes at every moment, including kernel memory for them.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 _NUMBERS = itertools.count()
 _REMOVE_S = 2.0
-"""Longest wait for processes that were killed to leave it."""
+"""Longest wait, in seconds, for killed processes to leave the group."""
 _LIMITS = {
     "memory.max": "memory",
     "memory.swap.max": "swap",
     "memory.limit_in_bytes": "memory",
     "pids.max": "processes",
 }
-"""File -> which limit goes into it, of versions 2 and 1."""
+"""Limit that each file sets, for control groups of version 2 and 1."""
 
 
 class Cgroup:
-    """Folders of one control group. `join` is a shell command that moves its process into it."""
+    """The folders of one control group. `join` is a shell command that moves its process into the group."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
 
     @property
     def join(self) -> str:
-        """Words of a shell."""
+        """Shell command that moves the shell's process into the group."""
         return " && ".join(f"echo $$ >{folder}/cgroup.procs" for folder in self.folders)
 
     def out_of_memory(self) -> bool:
-        """Tell whether the kernel has ended a process of the group for its memory."""
+        """Return whether the kernel has killed a process of the group because of its memory."""
         for folder in self.folders:
             for name in ("memory.events", "memory.oom_control"):
                 with suppress(OSError):
@@ -48,7 +48,7 @@ class Cgroup:
         return False
 
     def remove(self) -> None:
-        """Remove it, once its processes have gone; what is left is swept at the next start."""
+        """Remove the group after its processes have ended; `sweep` removes leftovers at the next start."""
         deadline = time.monotonic() + _REMOVE_S
         for folder in self.folders:
             while folder.exists():
@@ -61,7 +61,7 @@ class Cgroup:
 
 
 def make(memory: int, processes: int) -> Cgroup | None:
-    """A group with at most so many bytes of memory, kernel memory included, and processes; None where none can be made."""
+    """Make a group with limits of bytes of memory (kernel memory included) and of processes; None if none can be made."""
     return _made(parents, memory, processes) if (parents := _usable()) else None
 
 
@@ -85,7 +85,7 @@ def _made(parents: list[Path], memory: int, processes: int) -> Cgroup | None:
 
 @cache
 def _usable() -> list[Path]:
-    """`_parents`, where a process can join a group below them; else none. Groups that a killed run left are removed."""
+    """Return `_parents` if a process can join a group below them, else []. Groups of killed runs are removed first."""
     sweep()
     if not (parents := _parents()) or not (tried := _made(parents, 2**26, 4)):
         return []
@@ -99,13 +99,13 @@ def _usable() -> list[Path]:
 
 
 def version() -> str:
-    """Version of the control groups that can be made here: v1, v2, or ''."""
+    """Return the version of the control groups that can be made here: v1, v2, or ''."""
     return f"v{1 + (len(found) == 1 and (found[0] / 'cgroup.controllers').exists())}" if (found := _usable()) else ""
 
 
 @cache
 def _parents() -> list[Path]:
-    """Groups below which one with limits can be made: one of version 2, or one for each controller of version 1; else none."""
+    """Return groups that allow groups with limits below: one of version 2, or one per controller of version 1; else []."""
     own = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     for number, _, path in own:
         if number != "0":
@@ -120,7 +120,7 @@ def _parents() -> list[Path]:
 
 
 def sweep() -> int:
-    """Remove groups of processes that have ended, and count them."""
+    """Remove groups of processes that have ended, and return their number."""
     count = 0
     for parent in _parents():
         for folder in parent.glob("megatron_rl-*"):

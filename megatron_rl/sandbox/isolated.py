@@ -1,8 +1,8 @@
-"""Calls of scorers that others wrote, each in a process of its own that can only compute.
+"""Isolated calls of scorers from other packages, each in its own process that can only compute.
 
-Some of them evaluate the text that they are given. So each call is made in a fork of the worker that has no privileges, starts
-no process or thread, opens nothing to write and no socket, and ends with the call: what a response changes there is gone before
-the next one is scored. The numbers come back as text.
+Some scorers evaluate the text that they are given. Therefore each call runs in a fork of the worker. The fork has no
+privileges, starts no process or thread, opens no socket and no file for writing, and ends with the call. Any state that a
+response changes is gone before the next response is scored. The numbers are returned as text.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ ALLOWED = (
     *("getrusage", "getrlimit", "times", "uname", "sysinfo", "sched_yield", "sched_getaffinity", "set_robust_list"),
     *("exit", "exit_group"),
 )
-"""System calls of a process that computes. Files are opened to read; all else is refused."""
+"""System calls that a process needs to compute. Files may be opened only for reading; all other calls are refused."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
 _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP = 38, 4, 1, 24
 MOST_BYTES = 65536
-"""Longest result, as text."""
+"""Limit of bytes of a result, as text."""
 
 
 class Unscored(Exception):
-    """A call without a result, and why."""
+    """A call has no result; the text says why."""
 
 
 def problem() -> str:
-    """Why this machine cannot isolate a scorer, with the remedy; '' where it can."""
+    """Return why this machine cannot isolate a scorer, with the remedy; '' if it can."""
     try:
         _filter()
     except (ImportError, OSError) as error:
@@ -61,7 +61,7 @@ def _filter() -> Any:
 
     found = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
     for name in ALLOWED:
-        with suppress(ValueError, OSError):  # a call that this architecture does not have
+        with suppress(ValueError, OSError):  # a call that this architecture lacks
             found.add_rule(pyseccomp.ALLOW, name)
     for name, index in (("open", 1), ("openat", 2)):
         with suppress(ValueError, OSError):
@@ -71,8 +71,8 @@ def _filter() -> Any:
 
 
 def call(function: Callable[..., Any], arguments: tuple, *, timeout_s: float) -> Mapping[str, float]:
-    """The parts that a function gives, called in a process that can only compute. Errors: Unscored, TimeoutError."""
-    _filter()  # both once, for all forks
+    """Return the parts that `function` computes in a process that can only compute. Errors: Unscored, TimeoutError."""
+    _filter()  # cached here, once for all forks
     drops_user()
     reading, writing = os.pipe()
     child = os.fork()
@@ -122,7 +122,7 @@ def _child(writing: int, function: Callable[..., Any], arguments: tuple, timeout
 
 
 def give_up_privileges(cpu_s: int) -> None:
-    """Leave this process what it needs to compute; it cannot be undone."""
+    """Drop all privileges of this process that it does not need to compute; this cannot be undone."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for limit, value in (
@@ -154,7 +154,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 @functools.cache
 def drops_user() -> bool:
-    """Tell whether a scorer becomes nobody where we are root: modules that it imports late must lie where nobody may read."""
+    """Return whether a scorer can run as nobody if this user is root: nobody must be able to read all modules."""
     folders = {Path(path).resolve() for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
     return all(
         folder.stat().st_mode & stat.S_IXOTH for path in folders for folder in (path, *path.parents) if folder.exists()

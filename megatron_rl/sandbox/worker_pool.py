@@ -1,7 +1,7 @@
-"""Processes that call one function with a hard time limit each, for verifiers that may hang or crash on strange text.
+"""Pool of processes that call one function with a hard time limit, for verifiers that may hang or crash on strange text.
 
-The processes are pebble's, made by spawn: a fork of a process with CUDA and gloo threads is not safe. A call that could not
-be made because its process was ended from outside is made again; it has no result of its own that could be counted.
+The processes are pebble's, started by spawn, because a fork of a process with CUDA and gloo threads is not safe. If a worker
+process is killed from outside before it has finished a call, the call is repeated, because it has no result that could count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.config.registry import resolve
 from megatron_rl.errors import UserError
 
 # -- worker --------------------------------------------------------------------------------------------------------------
-# Inside a worker process of `WorkerPool`: how it starts, and one call.
+# Functions that run in a worker process of `WorkerPool`: its start, and one call.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -35,26 +35,26 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """A call without a result: it took longer than allowed, raised, or ended its process."""
+    """A call without a result: the call took longer than allowed, raised, or ended its process."""
 
     reason: str
     timed_out: bool = False
     fatal: bool = False
-    """The machine's fault: no other response would fare better."""
+    """True if the machine is at fault, so that other responses would fail too."""
 
 
 def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> None:
-    """Limits of the process, and its imports, which do not count for the first call."""
+    """Set the limits of the process, and import modules, so that the imports do not count for the first call."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a busy worker must not outlive a killed trainer
     if os.getppid() != parent:
         os._exit(1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the group they mean the trainer, which ends its workers
+        signal.signal(number, signal.SIG_IGN)  # signals to the group are for the trainer, which ends its workers
     limit = memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
-    os.dup2(2, 1)  # what a verifier prints is no output of the trainer
+    os.dup2(2, 1)  # a verifier's output must not mix with the trainer's
     try:
         for name in imports:
             importlib.import_module(name)
@@ -65,7 +65,7 @@ def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> N
 
 
 def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
-    """The function's result, or a Failure where it raises."""
+    """Return the function's result, or a Failure if it raises."""
     try:
         return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
     except UserError as error:
@@ -80,21 +80,21 @@ def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
 
 
 START_TIMEOUT_S = 120.0
-"""Longest wait for a process to start, with its imports."""
+"""Longest wait, in seconds, for a process to start, with its imports."""
 TAKE_TIMEOUT_S = 30.0
-"""Longest wait for a process that has started to take a call, or to be replaced where it was ended."""
+"""Longest wait, in seconds, for a started process to take a call, or to be replaced if it was killed."""
 ATTEMPTS = 2
 OWN_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Signals with which a call ends its own process; any other one came from outside."""
+"""Signals by which a call ends its own process; all other signals came from outside."""
 
-pebble.CONSTS.term_timeout = 0  # workers heed no SIGTERM, so that SIGKILL follows at once
+pebble.CONSTS.term_timeout = 0  # workers ignore SIGTERM, so send SIGKILL at once
 
 
 class WorkerPool:
-    """`size` processes that call `target` ('module:function'); started at the first use, replaced when they time out.
+    """`size` processes that call `target` ('module:function'), started at the first use and replaced after a timeout.
 
-    timeout_s bounds each call; importing the modules `imports` comes before the first and does not count. The children
-    end with their parent, however that ends, and no signal but SIGKILL ends them before.
+    timeout_s bounds each call; the import of the modules `imports` comes before the first call and does not count. The worker
+    processes end with their parent, however it ends, and before that, of all signals only SIGKILL ends them.
     """
 
     def __init__(
@@ -111,18 +111,18 @@ class WorkerPool:
         size = size or min(8, os.cpu_count() or 1)
         self._settings = (os.getpid(), target, memory_mb, tuple(imports))
         self._callers = ThreadPoolExecutor(size, thread_name_prefix="verifier")
-        # The kernel ends a worker with the thread that started it, so this one lives as long as the pool.
+        # The kernel kills a worker when the thread that started it ends, so this thread lives as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-start")
-        # A pool for each process, None before it is needed: one that is ended amid a transfer leaves half a message and held
-        # locks behind, which would end or stall the others of its pool.
+        # One pool per process, None until it is needed: a process that is killed during a transfer leaves half a message and
+        # held locks, which would end or block other processes of the same pool.
         self._idle: LifoQueue[pebble.ProcessPool | None] = LifoQueue()
         for _ in range(size):
             self._idle.put(None)
 
     def map(self, calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None) -> list[Any]:
-        """Results in the order of the argument tuples; a Failure stands where a call timed out, raised or crashed.
+        """Return results in the order of the argument tuples; a Failure if a call timed out, raised or crashed.
 
-        Errors: UserError where workers do not start, or were ended from outside again and again.
+        Errors: UserError if workers do not start, or were killed from outside repeatedly.
         """
         return list(self._callers.map(self._call, calls, keywords or [{}] * len(calls)))
 
@@ -158,14 +158,14 @@ class WorkerPool:
         finally:
             self._idle.put(pool)
         raise UserError(
-            f"data.verifier: {self.target} could not score a response in {ATTEMPTS} tries: {reason}; see the messages above,"
+            f"data.verifier: {self.target} could not score a response in {ATTEMPTS} tries: {reason}; check the messages above,"
             " and whether memory is short"
         )
 
     def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
-        """The exception that a call raised. Errors: TimeoutError where no process has taken it within limit_s.
+        """Return the exception that a call raised, or None. Errors: TimeoutError if no process takes the call in limit_s.
 
-        A process that is ended while it takes a call may leave its pool without anybody who would take another one.
+        A process that is killed while it takes a call may leave a pool in which no process takes another call.
         """
         try:
             return future.exception(limit_s)

@@ -1,1 +1,1 @@
-"""SGLang's servers: their processes, their HTTP client, and fleets of them."""
+"""SGLang servers: their processes, their HTTP client, and fleets of external servers."""

@@ -23,29 +23,29 @@ from megatron_rl.servers.request_slots import RequestSlots
 from megatron_rl.sync.engines import as_own, owner_of
 
 FIRST_PAUSE_S = 0.5
-"""Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
+"""Pause before the first retry, in seconds; each further pause is twice as long, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
 DECODERS = 4
-"""Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
+"""Threads that decode replies, so that the event loop is not blocked: routes of a response are many megabytes."""
 NO_SIGN = "gives no sign of life"
 PASSING = (408, 425, 429)
-"""Refusals of a server, or of a proxy before it, that is too busy for now: they are tried again, as a 5xx is."""
+"""Statuses of a server, or of a proxy before it, that is busy. The request is sent again, as after a 5xx."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
-"""Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
-export.py): SGLang has no field of a request's own that would reach a model."""
+"""Prefixes of the id of a request that wants router features, or router logits alone (`ASKS` in the served model's export.py).
+SGLang has no request field that reaches the model."""
 
 
 def with_scheme(address: str) -> str:
-    """http://host:port of an address that may lack the http."""
+    """Return http://host:port of an address that may lack the http."""
     address = address.rstrip("/")
     return address if "://" in address else f"http://{address}"
 
 
 def server_order(number: int, total: int, servers: int) -> list[int]:
-    """Servers to try, as indices, for request `number` of `total` over all leaders.
+    """Return the servers to try, as indices, for request `number` of `total` over all leaders.
 
-    Neighboring requests, so most samples of a prompt, have the same first server, and each server has as many requests as
-    the others, or one more. Those of a server that fails go to all others alike.
+    Neighboring requests, such as the samples of a prompt, mostly have the same first server. The numbers of requests per server
+    differ by at most one. If a server fails, its requests are spread evenly over the others.
     """
     first = number * servers // total
     others = [s for s in range(servers) if s != first]
@@ -54,20 +54,23 @@ def server_order(number: int, total: int, servers: int) -> list[int]:
 
 
 class EngineLost(UserError):
-    """No server answered, after all retries."""
+    """No server answered after all retries."""
 
 
 class Aborted(Exception):
-    """A call that `SGLangClient.abort` has ended."""
+    """A call was ended by `SGLangClient.abort`."""
 
     def __init__(self, lengths: list[int]) -> None:
-        """lengths: tokens that each of its responses had by then."""
+        """lengths: number of tokens that each response of the call had at the abort."""
         super().__init__("aborted")
         self.lengths = lengths
 
 
 class SGLangClient:
-    """`async with SGLangClient(addresses) as client:`; it may be entered again, also under another event loop."""
+    """Client of SGLang servers: `async with SGLangClient(addresses) as client:`.
+
+    The client can be entered again, also under another event loop.
+    """
 
     def __init__(
         self,
@@ -87,13 +90,13 @@ class SGLangClient:
     ):
         """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
 
-        health: look at each server after every so many seconds, and wait so many for a sign of life; what one without has not
-        answered is asked of others, at once. adapter: name of that with which servers answer; None: the model as it is.
-        run: id of the run whose weights they have; versions in replies are those of the run, its steps. key: of all servers;
-        empty: they ask for none. vocabulary: size of the model's; a reply with a token outside of it is refused.
-        versions: weight versions of this run, as they grow; a server that answers with others was started anew, and its
-        answers are not taken; None: all are. pushed(): the version that the servers have been sent last, or are being sent;
-        None: it is not known.
+        health: (interval, timeout) in seconds of the check of each server; if a server fails the check, its unanswered requests
+        go to other servers at once. adapter: name of the adapter with which servers answer; None: the model without adapter.
+        run: id of the run that owns the weights; versions in replies are then steps of the run. key: key of all servers; empty:
+        the servers need no key. vocabulary: size of the model's vocabulary; a reply with a token outside of it is refused.
+        versions: weight versions of this run, a set that grows; None: any version is accepted. A server that answers with
+        another version was restarted, and its answers are not used. pushed(): the version that was last sent to the servers, or
+        is being sent; None: unknown.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
@@ -102,22 +105,22 @@ class SGLangClient:
         self.slots, self.timeout_s, self.retries, self.lost = RequestSlots(concurrency), timeout_s, retries, lost
         self.step = 0
         self.aborted = False
-        """True once `abort` was called."""
+        """True if `abort` was called."""
         self._run, self._key = run, key
         self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}
-        """Fields of every request."""
+        """Fields that every request has."""
         self.retried = 0
-        """Retries since the client was made."""
+        """Number of retries since the client was made."""
 
     def move(self, addresses: Sequence[str]) -> None:
-        """Ask other servers from now on; nothing is being asked."""
+        """Use other servers from now on. No request may be in flight."""
         self.addresses = [*addresses]
 
     def copy(self, step: int) -> SGLangClient:
-        """Another client of the same servers, for another event loop; both together keep to the concurrency.
+        """Return another client of the same servers, for another event loop; the limit of concurrency holds for both together.
 
-        step: that waits for its answers; its requests go before those of later ones.
+        step: step that waits for the answers; its requests go before requests of later steps.
         """
         another = copy.copy(self)
         another.step, another.aborted = step, False
@@ -128,11 +131,11 @@ class SGLangClient:
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         self._down: dict[str, str] = {}
-        """Servers that are asked last, and why."""
+        """Servers that are tried last, with the reason."""
         self._flying: dict[str, set[asyncio.Task]] = {address: set() for address in self.addresses}
-        """Calls under way."""
+        """Calls in flight, by server."""
         self._open: dict[str, set[str]] = {address: set() for address in self.addresses}
-        """Ids of their requests, by which a server aborts them."""
+        """Request ids of these calls, which `abort` needs."""
         watched = self.addresses if self.health else []
         self._watches = [asyncio.create_task(self._watch(address, *self.health)) for address in watched if self.health]
         return self
@@ -159,12 +162,13 @@ class SGLangClient:
         top_log_probs: int = 0,
         options: dict[str, Any] | None = None,
     ) -> list[Reply]:
-        """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
+        """Return a response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
-        sampling: SGLang's sampling_params, of all or one for each prompt; options: other fields of its request. prefixes:
-        prompts that other calls to that server have too; each is computed once. routes_start: rows of the routes of each
-        prompt that are known already and stay away. top_log_probs: how many of the likeliest tokens' log-probs go with each
-        token of the responses. Errors: EngineLost after all retries; UserError for what no retry mends.
+        sampling: SGLang's sampling_params, one for all prompts or one per prompt; options: other fields of the request.
+        prefixes: prompts that other calls to the server contain too; each is computed once. routes_start: number of rows at the
+        start of each prompt's routes that are already known and not sent again. top_log_probs: number of likeliest tokens whose
+        log-probs are returned with each token of the responses. Errors: EngineLost after all retries; UserError for a problem
+        that retries cannot solve.
         """
         body: dict[str, Any] = {
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
@@ -178,7 +182,7 @@ class SGLangClient:
         if prompt_log_probs:
             body.setdefault("logprob_start_len", 0)
         if top_log_probs:
-            # After the temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, release 0.5.23).
+            # SGLang takes these after temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, 0.5.23).
             body |= {
                 "top_logprobs_num": top_log_probs,
                 "return_flat_raw_output_top_logprobs": True,
@@ -215,13 +219,13 @@ class SGLangClient:
         decode: Callable[[bytes], list[Reply]],
         asks: str,
     ) -> list[Reply]:
-        """The decoded answer of the first server in `order` that gives one. asks: beginning of the requests' ids."""
+        """Return the decoded answer of the first server in `order` that answers. asks: prefix of the request ids."""
         problem, asked = "", set[str]()
 
         async def ask(address: str) -> list[Reply]:
             if not self.aborted:
                 await self._compute(address, prefixes)
-            # Of each attempt its own, unless the caller names them: a server may still be at an earlier one.
+            # Each attempt has its own ids, unless the caller names them: a server may still work on an earlier attempt.
             ids = body.get("rid") or [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
             self._open[address] |= {*ids}
             try:
@@ -268,19 +272,19 @@ class SGLangClient:
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
 
     async def abort(self) -> None:
-        """End all calls under way with `Aborted`, and all that come, once the servers have stopped at them."""
+        """End all calls, those in flight and later ones, with `Aborted`, after the servers have stopped their requests."""
         self.aborted = True
         posts = [
             self._post(f"{address}/abort_request", {"rid": request})
             for address, requests in self._open.items()
             for request in requests
         ]
-        await asyncio.gather(*posts, return_exceptions=True)  # one that does not hear of it is not waited for for ever
+        await asyncio.gather(*posts, return_exceptions=True)  # a silent server ends by its timeout
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
-        """Name versions as the run does.
+        """Rename versions in the replies to those of the run (its steps).
 
-        Errors: NoAnswer for weights that this run has not pushed, UserError for those of another run.
+        Errors: NoAnswer for weights that this run has not pushed, UserError for weights of another run.
         """
         for reply in replies:
             reply.weight_spans = [replace(s, version=as_own(s.version, self._run)) for s in reply.weight_spans]
@@ -288,9 +292,9 @@ class SGLangClient:
         if self.versions is not None and (strange := found - self.versions):
             if owner_of(version := min(strange)):
                 raise UserError(
-                    f"SGLang at {address} answers with weights {version!r:.80} of another run: give each run servers of its own"
+                    f"SGLang at {address} answers with weights {version!r:.80} of another run: give each run its own servers"
                 )
-            self._down[address] = f"{address} has weights of version {min(strange)!r:.80}: it was started anew"
+            self._down[address] = f"{address} has weights of version {min(strange)!r:.80}: it was restarted"
             raise NoAnswer(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
 
     async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
@@ -299,7 +303,7 @@ class SGLangClient:
             await asyncio.sleep(interval_s)
             try:
                 answer = await ask(self._session, "GET", f"{address}/ready", timeout=timeout)
-                if answer.status in (200, 503):  # 503: it is paused, as in a push, or not yet warm
+                if answer.status in (200, 503):  # 503: paused, as in a push, or not yet warm
                     if self._down.get(address, "").endswith(NO_SIGN):
                         del self._down[address]
                     continue
@@ -310,29 +314,29 @@ class SGLangClient:
                 task.cancel()
 
     async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
-        """Have a server compute prompts that no call has had it compute; wait for those that others have it compute.
+        """Make a server compute prompts that no call has sent it yet, and wait for prompts that other calls have sent.
 
-        SGLang's own n > 1 shares prefixes too, but waits for one prompt after the other.
+        SGLang's own n > 1 shares prefixes too, but computes one prompt after the other.
         """
         new = [p for p in prefixes if (address, p) not in self._prefixes]
         if new:
             body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
             task = asyncio.create_task(self._post(f"{address}/generate", body))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # those who wait may be gone
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # maybe no call waits
             self._prefixes |= {(address, p): task for p in new}
         try:
             tasks = {self._prefixes[address, p] for p in prefixes}
             if tasks:
-                await asyncio.wait(tasks)  # which are not this call's alone: its end is not theirs
+                await asyncio.wait(tasks)  # `wait` leaves the tasks running on cancellation: other calls share them
             for task in tasks:
                 task.result()
         except BaseException:
-            for p in prefixes:  # a later attempt has it computed again
+            for p in prefixes:  # a later attempt computes the prompt again
                 self._prefixes.pop((address, p), None)
             raise
 
     async def _post(self, url: str, body: dict[str, Any]) -> bytes:
-        """Errors: UserError for a 4xx (the request is wrong, and will be), NoAnswer for the rest."""
+        """POST a request. Errors: UserError for a 4xx (a retry would fail too), NoAnswer for other failures."""
         answer = await ask(self._session, "POST", url, body)
         if answer.status < 400:
             return answer.body

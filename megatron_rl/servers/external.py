@@ -1,4 +1,4 @@
-"""Servers that others have started: what they say of themselves, against what the config needs of them."""
+"""Checks of external servers: compares their descriptions of themselves with the needs of the config."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PHASES = ("prefill", "decode")
 
 
 class WrongKey(UserError):
-    """A server asks for another key."""
+    """A server needs another key."""
 
 
 def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[str] | None:
-    """The servers behind SGLang's router (`sglang_router`, GET /workers). None: no router, or one that does not answer.
+    """Return the servers behind SGLang's router (`sglang_router`, GET /workers); None if it is no router or does not answer.
 
-    Errors: UserError for a router with prefill and decode servers apart: a push is of whole servers.
+    Errors: UserError for a router with separate prefill and decode servers, because a push needs whole servers.
     """
     try:
         answer = ask_now("GET", f"{with_scheme(router)}/workers", timeout_s=timeout_s, key=key)
@@ -49,8 +49,8 @@ def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[s
         return None
     if kinds:
         raise UserError(
-            f"rollout.addresses: {router} routes to {' and '.join(sorted(kinds))} servers, and each has to answer alone:"
-            " list others, or start the router without --pd-disaggregation"
+            f"rollout.addresses: {router} routes to {' and '.join(sorted(kinds))} servers, but each server must answer alone:"
+            " list other servers, or start the router without --pd-disaggregation"
         )
     return found
 
@@ -58,22 +58,22 @@ def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[s
 def check_servers(
     addresses: Iterable[str], config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
 ) -> None:
-    """Errors: UserError, one line, for the first server of rollout.addresses that cannot do what the config asks of it."""
+    """Raise UserError, one line, for the first server of rollout.addresses that cannot do what the config needs."""
     for address in addresses:
         if found := problems_of(address, config, hf_config, pushes=pushes, run=run, key=key):
             raise UserError(f"rollout.addresses: {hide(with_scheme(address))} {found}")
 
 
 def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-    """A server's description of itself: SGLang's /server_info and /model_info.
+    """Return a server's description of itself: SGLang's /server_info and /model_info.
 
-    Errors: UserError where it does not answer.
+    Errors: UserError if the server does not answer.
     """
     return _get(address, "server_info", key), _get(address, "model_info", key)
 
 
 def asks_for_no_key(address: str) -> bool:
-    """Tell whether a server tells anybody of itself."""
+    """Return whether a server describes itself to clients without a key."""
     try:
         return bool(_get(address, "model_info"))
     except UserError:
@@ -81,7 +81,7 @@ def asks_for_no_key(address: str) -> bool:
 
 
 def release(addresses: Iterable[str], run: str, key: str = "") -> None:
-    """Let another run push to the servers that have weights of this one; those that do not answer are left."""
+    """Let another run push to the servers that have weights of this run; servers that do not answer are skipped."""
     for address in addresses:
         with contextlib.suppress(UserError):
             if owner_of(_get(address, "model_info", key).get("weight_version")) == run:
@@ -93,9 +93,9 @@ def release(addresses: Iterable[str], run: str, key: str = "") -> None:
 def problems_of(
     address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
 ) -> str:
-    """Things that the config asks and a server cannot do, as predicates with the remedy; empty: it can do all.
+    """Return what the config needs and a server cannot do, as predicates with the remedy; '' if there is no problem.
 
-    Errors: UserError where it does not answer.
+    Errors: UserError if the server does not answer.
     """
     info, model = server_of(address, key)
     found = problems(info, model, config, hf_config, pushes=pushes, run=run)
@@ -111,15 +111,16 @@ def problems(
     pushes: bool,
     run: str = "",
 ) -> list[str]:
-    """The problems of a server, as predicates of a sentence, each with the flag to mend it.
+    """Return the problems of a server, as predicates of a sentence, each with the flag that causes it.
 
-    info, model: what SGLang's /server_info (arguments as they were resolved) and /model_info answer. pushes: weights go
-    there; else it answers with those that it has. run: id of this run, whose own weights it may have.
+    info, model: answers of SGLang's /server_info (resolved arguments) and /model_info. pushes: whether weights are pushed to
+    the server; otherwise the server answers with the weights that it has. run: id of this run, whose weights the server may
+    have.
     """
     try:
         return _problems(info, model, config, hf_config, pushes=pushes, run=run)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:  # of fields that are of other types
-        return [f"says of itself what SGLang 0.5.23 does not ({type(error).__name__}: {one_line(error)})"]
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # fields of unexpected types
+        return [f"does not describe itself as SGLang 0.5.23 does ({type(error).__name__}: {one_line(error)})"]
 
 
 def _problems(
@@ -169,8 +170,8 @@ def _problems(
         refuse(tokens < context, f"has room for {tokens} tokens ({flag}), and rollout.context_length is {context}")
     refuse(
         info.get("speculative_algorithm") and (routes or support.has_processor),
-        f"runs with --speculative-algorithm {info.get('speculative_algorithm')}, which goes past the record of routes and the"
-        " processor that prunes",
+        f"runs with --speculative-algorithm {info.get('speculative_algorithm')}, which bypasses the record of routes and the"
+        " processor for vocabulary pruning",
     )
     refuse(routes and not info.get("enable_return_routed_experts"), "runs without --enable-return-routed-experts")
     refuse(
@@ -185,14 +186,14 @@ def _problems(
     sampler = info.get("sampling_backend")
     refuse(
         support.keeps_sets and config.rollout.seed_requests and sampler not in (None, "pytorch"),
-        f"runs with --sampling-backend {sampler}, which takes no seeds (rollout.seed_requests) under top_p or top_k: pytorch"
-        " does",
+        f"runs with --sampling-backend {sampler}, which takes no seeds (rollout.seed_requests) under top_p or top_k: use"
+        " pytorch",
     )
     overrides = json.loads(info.get("json_model_override_args") or "{}")
     identical = bool(overrides.get(IDENTICAL))
     refuse(
         identical != precision.identical,
-        f"has {'the trainer' if identical else 'SGLang'}'s operators, and precision.identical is"
+        f"runs with {'the trainer' if identical else 'SGLang'}'s operators, and precision.identical is"
         f" {str(precision.identical).lower()}",
     )
     stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config.rollout, config.routing)
@@ -214,14 +215,14 @@ def _problems(
         experts, runner = expert_count(hf_config) > 0, info.get("moe_runner_backend")
         refuse(
             experts and (pushes or routes) and runner not in AS_PUSHED,
-            f"runs with --moe-runner-backend {runner}, which captures no routes or holds experts otherwise than they are"
-            " pushed: triton does both",
+            f"runs with --moe-runner-backend {runner}, which captures no routes or stores experts in another layout than a"
+            " push: use triton",
         )
         found_backends = (info.get(f"{phase}_attention_backend") or info.get("attention_backend") for phase in PHASES)
         attention = {str(backend) for backend in found_backends if backend is not None}
         refuse(
             precision.rollout == "fp32" and not attention <= set(TAKES_FP32),
-            f"runs with --attention-backend {' and '.join(sorted(attention))}, which does not compute in fp32: triton does",
+            f"runs with --attention-backend {' and '.join(sorted(attention))}, which does not compute in fp32: use triton",
         )
     return found
 

@@ -1,6 +1,6 @@
-"""Flags that SGLang must be given on a GPU, where it would choose kernels that know nothing of routes, pushes or fp32.
+"""Flags that SGLang needs on a GPU, if its own choice would be a kernel that does not support routes, pushes or fp32.
 
-As found in SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/servers/test_choices.py has its own resolution of these flags.
+They are for SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/servers/test_choices.py resolves these flags independently.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 TAKES_FP32 = ("triton", "torch_native", "flex_attention")
 """Attention backends that compute in fp32; SGLang's choices for large GPUs (fa3, trtllm_mha, trtllm_mla, flashinfer) do not."""
 AS_PUSHED = ("triton", "auto")
-"""MoE runners that hold the experts as they are pushed and take their top-k from SGLang, which is where routes are captured;
-`auto` after resolution is Triton's. By itself gpt-oss gets triton_kernel, whose own top-k captures nothing, and Blackwell
-flashinfer_trtllm, which routes inside its kernel (old rows of the capture buffer stay) and lays the experts out anew."""
+"""MoE runners that keep the experts in the layout of a push and take their top-k from SGLang, which captures routes there.
+`auto`, after resolution, is Triton's runner. By default gpt-oss gets triton_kernel, whose own top-k captures nothing. Blackwell
+gets flashinfer_trtllm, which routes inside its kernel (the capture buffer keeps old rows) and changes the experts' layout."""
 FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment of an fp32 server: without it Triton multiplies fp32 in TF32, which has bf16's range and 10 bits of mantissa."""
+"""Environment of an fp32 server. Without it, Triton multiplies fp32 in TF32, with the range of fp32 but a 10-bit mantissa."""
 _OWN_KEYS = {
     **dict.fromkeys(("--api-key", "--admin-api-key", "--config"), "rollout.api_key"),
     **dict.fromkeys(("--model-path", "--model"), "model.path"),
@@ -35,67 +35,68 @@ _OWN_KEYS = {
     "--base-gpu-id": "rollout.server.count, or rollout.colocate",
     "--enable-memory-saver": "rollout.colocate",
 }
-"""Flags that have a key of their own, which the rest of a run reads."""
+"""Flags with a config key of their own, which other parts of a run read."""
 
 
 @dataclass(frozen=True)
 class ServerFlag:
-    """One flag of the server."""
+    """One flag of the server, with the reason for it."""
 
     flag: str
     value: str
     reason: str
     valid: tuple[str, ...]
-    """Values that do as well."""
+    """Values that are accepted instead."""
 
 
 def server_flags(
     model: Mapping[str, Any], dtype: str, machine: Machine, *, routes: bool, seeded_sets: bool = False
 ) -> list[ServerFlag]:
-    """The kernels that a server on this machine has to take; none without a GPU, where the platform folder chooses.
+    """Return the kernel flags that a server on this machine needs; [] without a GPU, where the platform folder chooses.
 
-    model: content of config.json ({}: a model without experts); dtype: of precision.rollout; routes: they, or router features,
-    are asked for; seeded_sets: requests with a seed are sampled under top-p or top-k. Attention in bf16 stays SGLang's choice:
-    all that it takes for our families (fa3, trtllm_mha, trtllm_mla, flashinfer, triton) know their windows and sinks.
+    model: content of config.json ({}: a model without experts); dtype: value of precision.rollout; routes: whether requests ask
+    for routes or router features; seeded_sets: whether requests with a seed are sampled under top-p or top-k. For attention in
+    bf16 SGLang chooses: all its choices for our families (fa3, trtllm_mha, trtllm_mla, flashinfer, triton) support their
+    windows and sinks.
     """
     if machine.gpu is None:
         return []
     found = []
     if dtype == "fp32":
-        found.append(ServerFlag("--attention-backend", "triton", "the others compute in 16 bits", TAKES_FP32))
+        found.append(ServerFlag("--attention-backend", "triton", "others compute in 16 bits", TAKES_FP32))
     if seeded_sets:
         found.append(ServerFlag("--sampling-backend", "pytorch", "flashinfer's samplers take no seeds", ("pytorch",)))
-    # A folder of quantized weights is served and never pushed to: there SGLang may choose while nobody asks for routes.
+    # A folder of quantized weights is never pushed to, so SGLang may choose its kernel if no request asks for routes.
     if dtype == "fp8" or (has_experts(model) and (routes or not model.get("quantization_config"))):
-        reason = "others capture no routes, or hold the experts in another order than they are pushed in"
+        reason = "others capture no routes, or store the experts in another layout than a push"
         found.append(ServerFlag("--moe-runner-backend", "triton", reason, AS_PUSHED[:1]))
     if dtype == "fp8":
-        # The other kernels may lay weights and scales out anew (UE8M0 on Blackwell), where no push would find them.
-        found.append(ServerFlag("--fp8-gemm-backend", "triton", "others lay weights and scales out anew", ("triton",)))
+        # Other kernels may change the layout of weights and scales (UE8M0 on Blackwell), so that a push fails.
+        found.append(ServerFlag("--fp8-gemm-backend", "triton", "others change the layout of weights", ("triton",)))
     return found
 
 
 def asks_routes(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
-    """True where replies have the experts of every token."""
+    """Return whether replies contain the experts of every token."""
     return rollout.routes or routing.source in FROM_ENGINE
 
 
 def has_experts(model: Mapping[str, Any]) -> bool:
-    """True if config.json is of a MoE model."""
-    from megatron_rl.models.families import family_named  # brings torch, which the first checks do without
+    """Return whether config.json describes a MoE model."""
+    from megatron_rl.models.families import family_named  # imports torch, which the first checks do not need
 
     family = family_named(model.get("architectures"))
     return family is not None and family.moe is not None
 
 
 def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) -> None:
-    """Errors: UserError for a flag that has a key of its own, another kernel than the run can use, or its model's code."""
+    """Raise UserError for a flag with its own config key, a kernel that the run cannot use, or a flag that runs model code."""
     given = dict(_pairs(extra_args))
     if trusts := [
         flag for flag in given if len(flag) > 3 and "--trust-remote-code".startswith(flag)
-    ]:  # as argparse reads it
+    ]:  # argparse accepts unique prefixes
         raise UserError(
-            f"config: rollout.server.extra_args has {trusts[0]}, which runs what a model's folder brings along; leave it"
+            f"config: rollout.server.extra_args has {trusts[0]}, which runs code from the model's folder; leave it"
             " out, and save the folder with classes of transformers"
         )
     for flag in given:
@@ -114,7 +115,7 @@ def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) ->
 
 
 def speculates(extra_args: Sequence[str]) -> bool:
-    """True if the flags ask for speculative decoding."""
+    """Return whether the flags ask for speculative decoding."""
     return any(flag.startswith("--speculative") for flag, _ in _pairs(extra_args))
 
 

@@ -1,4 +1,4 @@
-"""Servers that others start, and that come and go: of rollout.addresses, routers there, and rollout.address_folder."""
+"""External servers, which may come and go: from rollout.addresses, from routers there, and from rollout.address_folder."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from megatron_rl.servers.external import (
 )
 
 PAUSE_S = 0.5
-"""Between two looks at servers that are waited for."""
+"""Pause between two checks for awaited servers, in seconds."""
 NEW_S = 2.0
-"""Longest wait for a sign of life of a server that is no member: one that is late is looked at again at the next push."""
+"""Longest wait, in seconds, for a sign of life of a server that is not a member. The next push checks a late server again."""
 SETTLE_S = 5.0
-"""Servers that come back after all were lost often come together: so long is waited for the others of them."""
+"""Seconds to wait for further servers after all were lost and one came back, because they often come back together."""
 
 
 class Fleet:
-    """The external servers of a run, of rank 0. It has the methods of `ChildServers` that `Recovery` and `Engine` call.
+    """The external servers of a run, on rank 0. It has the methods of `LocalServers` that `Recovery` and `Engine` call.
 
-    A member is sent the weights at every push and is asked by the client. Members change in `renew` alone, after which the
-    weights are pushed: a server that is new, or was started again, has them before its first request.
+    Members receive the weights at every push, and the client sends them requests. Members change only in `renew`, and a push
+    follows: a new or restarted server therefore has the weights before its first request.
     """
 
     sleeps = False
@@ -45,65 +45,65 @@ class Fleet:
     def __init__(
         self, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str, say: Callable[[str], None]
     ) -> None:
-        """pushes: weights go there; else they answer with those that they have. run: its id. say: told who comes and goes."""
+        """pushes: whether weights are pushed; otherwise servers answer with theirs. run: its id. say: reports changes."""
         self.config, self.hf_config, self.pushes, self._say = config, hf_config, pushes, say
         self.run = run
         self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
         self.key = key_of(config.rollout.api_key, "rollout.api_key")
         self._own_key = self.folder is not None and not self.key
-        """It is the folder's, so its servers are this user's."""
+        """True if the key is the folder's, so that its servers belong to this user."""
         if self.folder is not None and not self.key:
             self.key = key_of_folder(self.folder)
         self._strange: set[Path] = set()
-        """Address files of other users."""
+        """Address files that belong to other users."""
         self.addresses: list[str] = []
         """Addresses of the members."""
         self._behind: dict[str, list[str]] = {}
-        """Servers of each of rollout.addresses: what a router has said last, or the address itself."""
+        """Servers behind each entry of rollout.addresses: the router's latest list, or the address itself."""
         self._routers: set[str] = set()
         self._refused: dict[str, str] = {}
-        """Servers that cannot do what the config asks, and why."""
+        """Servers that cannot do what the config needs, with the reason."""
         self._sizes: dict[str, int] = {}
-        """GPUs of each server that can."""
+        """Number of GPUs of each suitable server."""
 
     def close(self) -> None:
-        """They are others' to end, and another run may use them now."""
+        """Release the servers for another run; they are not stopped, because other programs own them."""
         if self.pushes:
             release(self.addresses, self.run, self.key)
 
     def lost(self) -> bool:
-        """Never known without asking them."""
+        """Return False: without a request, the loss of an external server is not known."""
         return False
 
     def known(self) -> list[str]:
-        """All addresses that somebody names, members or not."""
+        """Return all listed addresses, members or not."""
         found = self._listed()
         if self.folder is not None:
             found += [address for file in sorted(self.folder.glob("*.address")) if (address := self._address_in(file))]
         return [*dict.fromkeys(found)]
 
     def _address_in(self, file: Path) -> str:
-        """Empty where it has none, or is not to be believed."""
+        """Return the address in a file; '' if there is none, or if the file cannot be trusted."""
         try:
             if not file.is_file():
                 return ""
             if self._own_key and file.stat().st_uid not in (os.geteuid(), 0):
                 if file not in self._strange:
                     self._say(
-                        f"rollout: {file} is another user's, and its server is not used: set rollout.api_key to use it"
+                        f"rollout: {file} belongs to another user, and its server is not used: set rollout.api_key to use it"
                     )
                 self._strange.add(file)
                 return ""
             with file.open() as opened:
                 text = opened.read(MOST_BYTES).strip()
-        except (OSError, UnicodeDecodeError):  # its server takes it away
+        except (OSError, UnicodeDecodeError):  # its server removes the file
             return ""
         return with_scheme(text) if text and text.isprintable() and " " not in text else ""
 
     def _listed(self) -> list[str]:
-        """Servers of rollout.addresses, and behind the routers there. A router that is gone leaves its servers."""
+        """Return the servers of rollout.addresses and behind routers there. If a router is gone, its servers stay listed."""
         for address in self.config.rollout.addresses:
-            if address in self._behind and address not in self._routers:  # a server, which stays one
+            if address in self._behind and address not in self._routers:  # a server, never a router
                 continue
             workers = workers_of(address, NEW_S, key=self.key)
             if workers is not None:
@@ -114,10 +114,10 @@ class Fleet:
         return [server for address in self.config.rollout.addresses for server in self._behind[address]]
 
     def wait_ready(self) -> None:
-        """The first members: all of rollout.addresses, and as many from the folder as rollout.server.count says, or one.
+        """Wait for the first members: all of rollout.addresses, and rollout.server.count (default 1) from the folder.
 
-        Errors: UserError for one of rollout.addresses that does not answer or cannot do what the config asks, and where none
-        is in the folder in time.
+        Errors: UserError for a server of rollout.addresses that does not answer or cannot do what the config needs, and if no
+        server appears in the folder in time.
         """
         listed = self._listed()
         check_servers(listed, self.config, self.hf_config, pushes=self.pushes, run=self.run, key=self.key)
@@ -125,8 +125,8 @@ class Fleet:
         self._renew(max(1, wanted), self.config.rollout.server.start_timeout_s)
 
     def changed(self, patience_s: float = 0.0, *, trouble: bool = False) -> int:
-        """How many members do not answer, and how many others do; where there is none, those within the time."""
-        del trouble  # all are asked, whether there is any or not
+        """Count silent members and answering non-members; if the count is 0, wait up to `patience_s` seconds for a change."""
+        del trouble  # all servers are asked in either case
         deadline = time.monotonic() + patience_s
         while True:
             answering = self._answering()
@@ -136,7 +136,7 @@ class Fleet:
             time.sleep(PAUSE_S)
 
     def renew(self) -> list[str]:
-        """Make members of all that answer and can do what the config asks; waits for one where there is none."""
+        """Make all answering, suitable servers members, and wait for one if there is none. Return the addresses."""
         self._renew(1, self.config.rollout.server.start_timeout_s, settle_s=SETTLE_S)
         return self.addresses
 
@@ -164,7 +164,7 @@ class Fleet:
             )
         self._tell(self.addresses, found)
         if len(found) < wanted:
-            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: going on with these")
+            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: using these")
         self.addresses = found
 
     def _tell(self, before: Iterable[str], now: list[str]) -> None:
@@ -173,40 +173,40 @@ class Fleet:
         others = f"{len(now)} server{'s' if len(now) > 1 else ''}"
         for address in before:
             if address not in now:
-                self._say(f"rollout: {address} does not answer any more: going on with {others}")
+                self._say(f"rollout: {address} does not answer any more: continuing with {others}")
         for address in now:
             if address not in before:
-                self._say(f"rollout: {address} is here, and gets the weights before its first request")
+                self._say(f"rollout: {address} has joined, and gets the weights before its first request")
 
     def _answering(self) -> list[str]:
-        """Known servers that are ready, or wait for a push, and can do what the config asks. A new one is looked at once."""
+        """Return known servers that are ready or wait for a push, and that are suitable. A new server is checked once."""
         known = self.known()
         with ThreadPoolExecutor(max(1, len(known))) as threads:
             ready = [*threads.map(self._ready, known)]
         found = []
         for address, answers in zip(known, ready, strict=True):
             if not answers:
-                self._refused.pop(address, None)  # what starts there next may be another one
+                self._refused.pop(address, None)  # the next server there may be another one
                 self._sizes.pop(address, None)
                 continue
             if address not in self._sizes and address not in self._refused:
                 try:
                     self._look_at(address)
-                except UserError:  # it has gone since
+                except UserError:  # the server has gone since then
                     continue
             if address not in self._refused:
                 found.append(address)
         return found
 
     def _look_at(self, address: str) -> None:
-        """Check that a server can do what the config asks, and is as large as the others.
+        """Check that a server can do what the config needs, and has as many GPUs as the others.
 
-        Errors: UserError where it is gone.
+        Errors: UserError if the server is gone.
         """
         found, size = [], 1
         try:
             info, model = server_of(address, self.key)
-        except WrongKey:  # it is there
+        except WrongKey:  # the server exists
             found.append(WRONG_KEY.format(setting="rollout.api_key").removeprefix("it "))
         else:
             found += problems(info, model, self.config, self.hf_config, pushes=self.pushes, run=self.run)
@@ -227,12 +227,12 @@ class Fleet:
 
     def _ready(self, address: str) -> bool:
         timeout_s = self.config.rollout.health_check_timeout_s
-        if address not in self.addresses:  # of a lost host, say, for which no push should wait long
+        if address not in self.addresses:  # for example on a lost host: a push should not wait long for it
             timeout_s = min(NEW_S, timeout_s)
         try:
             status = ask_now("GET", f"{address}/ready", timeout_s=timeout_s).status
         except NoAnswer:
             return False
-        # SGLang says 503 where a push that failed, or whose trainer was killed, left it paused: only the next push lets it
-        # go on. It says the same where the model is loaded and not yet warm, which takes a push too.
+        # SGLang answers 503 if a push failed, or its trainer was killed, and left the server paused: only the next push lets
+        # the server continue. It also answers 503 if the model is loaded but not yet warm; such a server accepts a push too.
         return status == 200 or (self.pushes and status == 503)

@@ -1,4 +1,4 @@
-"""The SGLang servers that the trainer starts on its own machine: which GPUs they get, and what is done to all of them."""
+"""The SGLang servers that the trainer starts on its own machine: their GPUs, and the operations on all of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
-    """GPUs of each child server, counted among those of this machine that the trainer sees; without a GPU empty ranges.
+    """Return the GPUs of each child server, as indices of this machine's visible GPUs; empty ranges without a GPU.
 
-    trainers: the trainer's processes on this machine, which have GPUs 0 to trainers - 1; 0 where nothing is trained.
-    Colocated servers share these; others get those behind them. Errors: UserError with the figures where there are too few.
+    trainers: number of trainer processes on this machine, which have GPUs 0 to trainers - 1; 0 if nothing is trained. Colocated
+    servers share these GPUs; other servers get the GPUs after them. Errors: UserError with numbers if there are too few GPUs.
     """
     server, shared = rollout.server, rollout.colocate and trainers > 0
     if not gpus:
@@ -48,18 +48,18 @@ def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
     if shared and server.count is None and room % server.tensor:
         raise UserError(
             f"config: rollout.colocate: rollout.server.tensor = {server.tensor} does not divide the GPUs of the trainer's"
-            f" {trainers} processes; set it to a divisor, or say rollout.server.count"
+            f" {trainers} processes; set it to a divisor, or set rollout.server.count"
         )
     return [range(first + i * server.tensor, first + (i + 1) * server.tensor) for i in range(count)]
 
 
 def place_here(rollout: RolloutConfig, *, trains: bool) -> list[range]:
-    """Call `place` with the figures of this process's environment (torchrun's) and machine."""
+    """Call `place` with the values of this process's environment (torchrun's) and machine."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world > local:
         raise UserError(
-            f"config: rollout.addresses is empty, and servers that the trainer starts serve one machine: of its {world}"
+            f"config: rollout.addresses is empty, but the trainer can start servers for one machine only: of its {world}"
             f" processes {local} run here; list servers (tools/serve.py starts them), as examples/slurm does"
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -67,22 +67,22 @@ def place_here(rollout: RolloutConfig, *, trains: bool) -> list[range]:
 
 
 def visible_names(indices: Sequence[int]) -> list[str]:
-    """CUDA's names of these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another."""
+    """Return CUDA's names of these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [names.split(",")[i].strip() if names else str(i) for i in indices]
 
 
 class LocalServers:
-    """All servers that are children of this process, each with a port and a log of its own; there may be none.
+    """All servers that are children of this process, each with its own port and log; there may be none.
 
-    `servers` are in the order of their GPUs. What is done to several is done at once.
+    `servers` are in the order of their GPUs. An operation on several servers runs on all of them at the same time.
     """
 
     def __init__(self, config: Config, places: Sequence[range], *, sleeps: bool) -> None:
-        """sleeps: they share their GPUs with the trainer, and give them up when told to."""
+        """sleeps: the servers share their GPUs with the trainer, and release them on request."""
         self.sleeps = sleeps
         self.key = secrets.token_hex(32)
-        """Key of all of them, and of nobody else's."""
+        """Key that these servers share, and no others."""
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(
@@ -96,16 +96,16 @@ class LocalServers:
         ]
 
     def close(self) -> None:
-        """End all."""
+        """End all servers."""
         self._each(lambda server: server.__exit__())
 
     @property
     def addresses(self) -> list[str]:
-        """http://host:port of each."""
+        """http://host:port of each server."""
         return [server.address for server in self.servers]
 
     def start(self) -> None:
-        """Start all; returns at once, but where they sleep: then they have taken and left the GPUs before the trainer comes."""
+        """Start all servers, without waiting; but servers that share GPUs are awaited and put to sleep before trainer start."""
         for server in self.servers:
             server.start()
         if self.sleeps:
@@ -113,15 +113,15 @@ class LocalServers:
             self.sleep()
 
     def wait_ready(self) -> None:
-        """Wait until all answer."""
+        """Wait until all servers answer."""
         self._each(RolloutServer.wait_ready)
 
     def lost(self) -> bool:
-        """True if there were some, and none is alive."""
+        """Return whether there are servers, and none is alive."""
         return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:
-        """Servers that have ended; while there is none, those that end within the time."""
+        """Return servers that have ended. If there are none, wait up to `patience_s` seconds for some to end."""
         deadline = time.monotonic() + patience_s
         while True:
             found = [server for server in self.servers if not server.alive()]
@@ -130,9 +130,9 @@ class LocalServers:
             time.sleep(0.05)
 
     def changed(self, patience_s: float = 0.0, *, trouble: bool = False) -> int:
-        """How many have ended; while there is none, those that end within the time.
+        """Return the number of ended servers. If there are none, wait up to `patience_s` seconds for some to end.
 
-        trouble: where none has, those that hang are ended.
+        trouble: if no server has ended, stop the servers that hang.
         """
         if not (found := self.dead(patience_s)) and trouble:
             self._each(_end_if_it_hangs)
@@ -140,7 +140,7 @@ class LocalServers:
         return len(found)
 
     def renew(self) -> list[str]:
-        """Start those that are dead again, each at its address; where they sleep, without their cache. -> all addresses."""
+        """Restart dead servers at their addresses; servers that sleep start without cache. Return all addresses."""
         dead = self.dead()
         for server in dead:
             server.stop()
@@ -151,15 +151,15 @@ class LocalServers:
         return self.addresses
 
     def sleep(self, *tags: str) -> None:
-        """`RolloutServer.sleep` of all."""
+        """Call `RolloutServer.sleep` on all servers."""
         self._each(lambda server: server.sleep(*tags))
 
     def wake(self, *tags: str) -> None:
-        """`RolloutServer.wake` of all."""
+        """Call `RolloutServer.wake` on all servers."""
         self._each(lambda server: server.wake(*tags))
 
     def _each(self, work: Callable[[RolloutServer], None], servers: list[RolloutServer] | None = None) -> None:
-        """Errors: that of the first server which has one, when all are through."""
+        """Run `work` on all servers. Errors: the error of the first server that has one, after all have finished."""
         servers = self.servers if servers is None else servers
         with ThreadPoolExecutor(max(1, len(servers))) as threads:
             done = [threads.submit(work, server) for server in servers]
@@ -169,5 +169,5 @@ class LocalServers:
 
 def _end_if_it_hangs(server: RolloutServer) -> None:
     if server.hangs():
-        log.warning(f"rollout: {server.address} gives no sign of life, and is started again [log: {server.log_path}]")
+        log.warning(f"rollout: {server.address} gives no sign of life and is restarted [log: {server.log_path}]")
         server.stop()

@@ -1,7 +1,7 @@
 """Removes the sockets, files and shared memory that SGLang leaves behind when it is killed.
 
-A server has a folder of its own for the former, as its TMPDIR. Who made the folder holds a lock on a file in it for as long as
-it lives; a folder whose lock is free is removed when the next server starts. Standard library alone.
+A server has its own folder for sockets and files, as its TMPDIR. The process that made the folder holds a lock on a file in it
+as long as the process lives. The next start of a server removes folders whose lock is free. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 PREFIX = "megatron-rl-sglang-"
 LOCK = "lock"
 SHARED_MEMORY = "/dev/shm/sglang_loads_"
-"""Prefix of the files of SGLang's managers/load_snapshot.py; the rest of a name is random."""
+"""Prefix of the files of SGLang's managers/load_snapshot.py; the rest of a file name is random."""
 YOUNG_S = 60.0
-"""Shared memory so new may be a server's that has not mapped it yet."""
+"""Age in seconds below which shared memory is kept, as its server may not have mapped it yet."""
 
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[dict[str, str]]:
-    """Environment variables of a server by which it writes into a folder of its own, which is removed at the end."""
+    """Yield environment variables that make a server write into its own folder, which is removed at the end."""
     sweep()
     folder, lock = _make()
     try:
-        # What torch has compiled is for the next server too.
+        # Compiled code of torch is kept for the next server.
         yield {
             "TMPDIR": str(folder),
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled() or f"{folder}/inductor",
@@ -40,9 +40,9 @@ def own_folder() -> Iterator[dict[str, str]]:
 
 
 def compiled() -> str:
-    """Folder of what torch compiles; empty where there is no home to write into.
+    """Return a folder for code that torch compiles; '' if there is no home folder to write into.
 
-    torch's own is in /tmp: another user could make it first, with code that is loaded.
+    torch's default folder is in /tmp, where another user could create it first, with code that torch then loads.
     """
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -54,9 +54,9 @@ def compiled() -> str:
 
 
 def sweep() -> None:
-    """Remove what servers have left whose whole process tree was killed with its owner."""
+    """Remove what servers have left if their whole process tree was killed together with its owner."""
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        with contextlib.suppress(OSError):  # another user's, or one that is removed meanwhile
+        with contextlib.suppress(OSError):  # another user's folder, or a folder removed meanwhile
             lock = os.open(folder / LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,10 +69,10 @@ def sweep() -> None:
 
 
 def mapped(processes: Iterable[int]) -> set[Path]:
-    """The shared memory of servers that these processes have mapped."""
+    """Return the shared-memory files of servers that these processes have mapped."""
     found = set()
     for process in processes:
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # the process ended, or is another user's
             for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
                 _, is_shared, rest = line.partition(SHARED_MEMORY)
                 if is_shared:
@@ -81,7 +81,7 @@ def mapped(processes: Iterable[int]) -> set[Path]:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove those that are there and ours to remove."""
+    """Remove the files that exist and that this user may remove."""
     for file in files:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -91,7 +91,7 @@ def _make() -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        with contextlib.suppress(OSError):  # somebody has swept it before it was locked
+        with contextlib.suppress(OSError):  # another process swept the folder before it was locked
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_ino == os.stat(folder / LOCK).st_ino:
                 return folder, lock

@@ -1,4 +1,4 @@
-"""SGLang's own environment: its Python, and what it compiles kernels with. No torch here."""
+"""SGLang's own environment: its Python, and the tools that compile its kernels. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_rl_plugin import installed
 from megatron_rl.errors import UserError
 
 ANSWER_S = 120.0
-"""Longest wait for a Python to say which megatron-rl-sglang it has; well below a second on an idle machine."""
+"""Longest wait, in seconds, for a Python to report its megatron-rl-sglang; an idle machine needs well below a second."""
 
 
 def find_python(configured: str | None = None) -> Path:
-    """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the cwd."""
+    """Return the Python of SGLang's environment: the configured one, or .venv-rollout beside the package or in the cwd."""
     if configured:
         if not os.access(configured, os.X_OK):
             raise UserError(f"config: rollout.server.python = '{configured}' is not an executable file")
@@ -32,20 +32,20 @@ def find_python(configured: str | None = None) -> Path:
 
 
 def check_plugin(python: Path) -> None:
-    """Errors: UserError where SGLang's environment does not have the megatron-rl-sglang of this process."""
+    """Raise UserError if SGLang's environment does not have the same megatron-rl-sglang as this process."""
     command = [python, "-m", "megatron_rl_plugin.installed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
-            f"SGLang's environment: {python} cannot be run ({error}); tools/setup.sh --force makes it anew"
+            f"SGLang's environment: {python} cannot be run ({error}); run tools/setup.sh --force to make it again"
         ) from None
     if problem := plugin_problem(python, done.stdout.strip() or None):
         raise UserError(problem)
 
 
 def plugin_problem(python: Path, found: str | None) -> str | None:
-    """The problem of the environment of `python`, in which `installed_code()` is `found`; None: it has none."""
+    """Return the problem of the environment of `python`, whose `installed_code()` is `found`; None: no problem."""
     if found == installed.code():
         return None
     what = "lacks megatron-rl-sglang" if found is None else "has another megatron-rl-sglang than the trainer"
@@ -56,11 +56,11 @@ def plugin_problem(python: Path, found: str | None) -> str | None:
 
 
 def cuda_tools(python: Path) -> dict[str, str]:
-    """Environment variables by which a server on a GPU finds CUDA's parts of its own environment, which nothing else names.
+    """Return environment variables by which a server on a GPU finds the CUDA parts of its own environment.
 
-    Its kernels are compiled when they are first used, with ninja and, unless CUDA_HOME says otherwise, nvcc: that is of the
-    same release as the CUDA headers there. A server that sleeps preloads the library of torch_memory_saver, so that it does
-    not even start where the linker finds no CUDA runtime; torch, which knows its own, comes later.
+    The server's kernels are compiled at their first use, with ninja and nvcc. Unless CUDA_HOME is set, this is the nvcc of the
+    environment, which has the same release as the CUDA headers there. A server that sleeps preloads the library of
+    torch_memory_saver, so it does not start if the linker finds no CUDA runtime; torch, which knows its own, is loaded later.
     """
     found = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     packages = "lib/python*/site-packages/nvidia/*"

@@ -16,42 +16,42 @@ from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 
 NEVER = -1e30
-"""SGLang has its type's least number in the place of minus infinity, where a probability is 0 in fp32."""
+"""Bound below which a log-prob means minus infinity: SGLang sends its type's least number if a probability is 0 in fp32."""
 MOST_LOG_PROB = 1e-5
-"""Above 0 by rounding alone: a sum of a vocabulary's probabilities in fp32 is 1 to some 2^-20."""
+"""Largest valid log-prob. It exceeds 0 by rounding: the fp32 sum of a vocabulary's probabilities is 1 within about 2^-20."""
 MOST_VOCABULARY = 2**31 - 1
 
 
 @dataclass
 class Reply:
-    """One sampled response, p prompt tokens and m response tokens."""
+    """One sampled response, with p prompt tokens and m response tokens."""
 
     tokens: np.ndarray
     """[m] int32."""
     fields: dict[str, np.ndarray]
-    """[m] values of each token, by name of `data.sequence.FIELDS`."""
+    """Values of each token [m], by name in `data.sequence.FIELDS`."""
     finish_reason: str
     """stop | length | abort."""
     weight_spans: list[WeightSpan]
     kept: list[np.ndarray] | None = None
-    """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
+    """Ids that top-p and top-k kept, int32, one array per token, if the request asks for them."""
     routes: np.ndarray | None = None
-    """[p + m - 1 - routes_start, moe_layers, topk]."""
+    """Routes [p + m - 1 - routes_start, moe_layers, topk]."""
     routes_start: int = 0
-    """Rows that were known already, and did not come."""
+    """Number of rows that were already known and not sent."""
     gates: np.ndarray | None = None
-    """The same of the experts' weights, float32, where the engine sends them."""
+    """Gate values of the experts, float32, in the shape of `routes`, if the engine sends them."""
     features: RouterFeatures | None = None
     top: TopLogProbs | None = None
-    """The likeliest tokens in the place of each, where the request asks for them."""
+    """Likeliest tokens at the position of each token, if the request asks for them."""
     prompt_log_probs: np.ndarray | None = None
-    """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill; with the request's own
-    logprob_start_len s those of s+1..p-1."""
+    """Log-probs [p - 1] float32 of prompt tokens 1..p-1 at temperature 1, from the prefill. If the request sets
+    logprob_start_len = s, these are the log-probs of tokens s+1..p-1."""
     text: str = ""
-    """Decoded by the server, empty where it has no tokenizer."""
+    """Text decoded by the server; empty if the server has no tokenizer."""
 
     def first(self, count: int) -> Reply:
-        """The reply as if it had stopped after `count` tokens, which a rule that looks at these alone may decide."""
+        """Return the reply as if it had stopped after `count` tokens, for a stop rule that depends on these tokens alone."""
         dropped = len(self.tokens) - count
         spans = [replace(span, end=min(span.end, count)) for span in self.weight_spans if span.start < count]
         return replace(
@@ -82,14 +82,14 @@ def parse_reply(
     max_new_tokens: int | None = None,
     vocabulary: int = MOST_VOCABULARY,
 ) -> Reply:
-    """One element of SGLang's answer. vocabulary: the model's tokens; max_new_tokens: that were asked for, where it is known.
+    """Parse one element of SGLang's answer. vocabulary: size of the model's; max_new_tokens: limit of the request, if known.
 
-    Errors: UserError that names the field that is missing, malformed, or cannot be of such a request.
+    Errors: UserError that names a field which is missing, malformed, or impossible for this request.
     """
     try:
         meta = reply["meta_info"]
         tokens = numbers(reply["output_ids"], "output_ids", "i")
-        # Those of output_token_logprobs are from before the truncation.
+        # The log-probs of output_token_logprobs are from before the truncation.
         name = "output_token_sampling_logprobs"
         log_probs = numbers(meta[name], name) if kept else _firsts(meta, "output_token_logprobs")
         reason = meta["finish_reason"]
@@ -111,7 +111,7 @@ def parse_reply(
         raise UserError(f"reply of SGLang has the finish_reason {ended!r:.40}, which is none of stop, length and abort")
     count, most = len(tokens), max_new_tokens
     if most and not 1 <= count <= most:
-        raise UserError(f"reply of SGLang has {count} tokens (finish_reason: {ended}), of {most} that were asked for")
+        raise UserError(f"reply of SGLang has {count} tokens (finish_reason: {ended}), but 1 to {most} were requested")
     if len(log_probs) != count:
         raise UserError(f"reply of SGLang has {count} tokens but {len(log_probs)} log-probs")
     _check_tokens(tokens, vocabulary, "a response")
@@ -123,7 +123,7 @@ def parse_reply(
     parsed = Reply(tokens, fields, ended, spans, kept=sets, text=text if isinstance(text, str) else "")
     if sets is not None:
         if len(sets) != count:
-            raise UserError(f"reply of SGLang has {count} tokens but {len(sets)} sets of tokens that it kept")
+            raise UserError(f"reply of SGLang has {count} tokens but {len(sets)} sets of kept tokens")
         owners = np.repeat(np.arange(count), [len(ids) for ids in sets])
         among = np.isin(np.arange(count), owners[np.concatenate([*sets, tokens[:0]]) == tokens[owners]])
         if not among.all():
@@ -156,16 +156,16 @@ def parse_reply(
 
 
 def numbers(values: Any, name: str, kinds: str = "if") -> np.ndarray:
-    """[n] numbers of a JSON list: whole ones as int64, others as float32. Errors: ValueError for anything else."""
+    """Return numbers [n] of a JSON list: integers as int64, others as float32. Errors: ValueError for anything else."""
     found = np.asarray(values)
     if not isinstance(values, list) or found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
-        raise ValueError(f"{name}: a list of {'whole ' if kinds == 'i' else ''}numbers is wanted")
-    with np.errstate(over="ignore"):  # to an infinity, which is refused
+        raise ValueError(f"{name}: a list of {'whole ' if kinds == 'i' else ''}numbers is needed")
+    with np.errstate(over="ignore"):  # overflow gives infinity, which is refused later
         return found.astype(np.int64 if kinds == "i" else np.float32)
 
 
 def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
-    """[n] float32: of each entry, which has a log-prob, a token and a text. Errors: ValueError for anything else."""
+    """Return the log-probs [n] float32 of entries (log-prob, token, text). Errors: ValueError for anything else."""
     try:
         return numbers([entry[0] for entry in meta[name][start:]], name)
     except (TypeError, LookupError) as error:
@@ -173,7 +173,7 @@ def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
 
 
 def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
-    """Sets of tokens of a JSON list of lists, int32. Errors: as of `numbers`, and UserError for one outside the vocabulary."""
+    """Return int32 token sets of a JSON list of lists. Errors: as for `numbers`; UserError for tokens not in the vocabulary."""
     flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
     _check_tokens(flat, vocabulary, "those it kept to sample from")
     return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]
@@ -189,7 +189,7 @@ def _check_tokens(tokens: np.ndarray, vocabulary: int, where: str) -> None:
 
 
 def impossible(log_probs: np.ndarray) -> np.ndarray:
-    """Mark what is no log-prob of something sampled: above 0 by more than rounding, minus infinity or no number."""
+    """Mark values that cannot be a sampled token's log-prob: above 0 by more than rounding, minus infinity, or NaN."""
     return ~((log_probs > -np.inf) & (log_probs <= MOST_LOG_PROB))
 
 
@@ -198,12 +198,12 @@ def _check_log_probs(log_probs: np.ndarray, where: str) -> None:
         place = wrong.argmax()
         raise UserError(
             f"reply of SGLang has {log_probs.flat[place]:g} as log-prob of token {place} of {where}, which no probability has:"
-            " look at the server's log, its weights and its precision"
+            " check the server's log, its weights and its precision"
         )
 
 
 def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
-    """Errors: UserError where they are not one behind the other, from the first token to the last."""
+    """Raise UserError if the spans do not follow each other from the first token to the last."""
     borders = [(span.start, span.end) for span in spans]
     ends = [end for _, end in borders]
     if [start for start, _ in borders] != [0, *ends[:-1]] or sorted({*ends}) != ends or ends[-1] != count:
@@ -214,7 +214,7 @@ def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
 
 
 def _top(meta: dict[str, Any], tokens: int, k: int, vocabulary: int) -> TopLogProbs:
-    """SGLang's flat form of them. Errors: UserError where they are not of each token and k, or cannot be log-probs."""
+    """Decode SGLang's flat form. Errors: UserError if there are not k entries per token, or they cannot be log-probs."""
     try:
         flat = [
             np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(tokens, k)

@@ -1,4 +1,4 @@
-"""How many requests are in flight, over several event loops."""
+"""Limit on the number of requests in flight, across several event loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import count as numbers
 class _Waiting:
     step: int
     number: int
-    """In the order in which they came."""
+    """Order of arrival."""
     count: int = field(compare=False)
     loop: asyncio.AbstractEventLoop = field(compare=False)
     turn: asyncio.Future[None] = field(compare=False)
@@ -23,9 +23,10 @@ class _Waiting:
 
 
 class RequestSlots:
-    """At most `limit` at a time, whatever the threads of their event loops.
+    """At most `limit` requests at a time, also across threads with their own event loops.
 
-    Those of the earliest step are served first, and of a step who came first: nobody waits behind what is wanted later.
+    Requests of the earliest step are served first, and requests of the same step in order of arrival. No request waits behind
+    a request of a later step.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,12 +34,15 @@ class RequestSlots:
         self._lock = threading.Lock()
         self._taken = 0
         self._waiting: list[_Waiting] = []
-        """A heap."""
+        """Requests that wait, as a heap."""
         self._numbers = numbers()
 
     @asynccontextmanager
     async def take(self, count: int, step: int = 0) -> AsyncIterator[None]:
-        """Wait until `count` more fit, and hold them in the block; more than the limit are held alone. step: that waits."""
+        """Wait until `count` slots are free, and hold them in the block. step: step that waits for the answers.
+
+        A count above the limit runs alone.
+        """
         loop = asyncio.get_running_loop()
         with self._lock:
             mine = _Waiting(step, next(self._numbers), count, loop, loop.create_future())
@@ -61,7 +65,7 @@ class RequestSlots:
             first = heapq.heappop(self._waiting)
             first.granted = True
             self._taken += first.count
-            with suppress(RuntimeError):  # its loop has ended: its block gives them back
+            with suppress(RuntimeError):  # the loop has ended: its block releases the slots
                 first.loop.call_soon_threadsafe(_grant, first.turn)
 
 

@@ -1,4 +1,4 @@
-"""Questions about finished responses to a server beside the rollout's: a reward model's scores, a teacher's log-probs."""
+"""Requests about finished responses to servers other than the rollout's: reward-model scores and teacher log-probs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def ask_all[T](
     what: str,
     key: str = "",
 ) -> list[T]:
-    """POST each body to address/path and read its answer (JSON), in the order of the bodies.
+    """POST each body to address/path, and return the answers (JSON), as `read` converts them, in the order of the bodies.
 
-    key: of the server. what: who asks for what, and what the server has to be, for the error. Errors: UserError where an
-    answer does not come, or `read` raises LookupError, TypeError, ValueError or OverflowError.
+    key: key of the server. what: template of the error text, with {url} and {problem}. Errors: UserError if an answer does not
+    come, or if `read` raises LookupError, TypeError, ValueError or OverflowError.
     """
 
     async def everything() -> list[T]:
@@ -65,7 +65,7 @@ async def _ask[T](
                 return read(found)
         except NoAnswer as error:
             problem = str(error)
-        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # problem says what it answered
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # `problem` holds the answer
             continue
     raise UserError(what.format(url=hide(url), problem=hide(problem)))
 
@@ -77,9 +77,9 @@ TEACHER = (
 
 
 def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeout_s: float, key: str = "") -> None:
-    """Set the field teacher_log_probs of each trajectory, as an SGLang server of the teacher has them, at temperature 1.
+    """Set teacher_log_probs of each trajectory to the log-probs of an SGLang server of the teacher, at temperature 1.
 
-    Errors: UserError where the server does not answer, or gives no log-probs of these tokens.
+    Errors: UserError if the server does not answer, or returns no log-probs of these tokens.
     """
     bodies = [
         {
@@ -98,7 +98,7 @@ def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeo
 
 
 def _input_log_probs(answer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [n], log-probs [n]) of the tokens asked about; of the first there is none. Errors: ValueError for no log-probs."""
+    """Return (ids [n], log-probs [n]) of the given tokens; the first log-prob is NaN. Errors: ValueError for no log-probs."""
     entries = answer["meta_info"]["input_token_logprobs"]
     ids, values = [entry[1] for entry in entries], [entry[0] for entry in entries[1:]]
     log_probs = numbers(values, "input_token_logprobs")

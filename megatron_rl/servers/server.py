@@ -1,4 +1,4 @@
-"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, end."""
+"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, stop."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from megatron_rl.servers.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 
 OPERATORS = Path(__file__).parents[1] / "ops" / "batch_invariant.py"
-"""The trainer's operators, which a server takes under precision.identical."""
+"""The trainer's operators, which a server uses under precision.identical."""
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PACKAGE = "megatron_rl_models"
-"""Value of SGLANG_EXTERNAL_MODEL_PACKAGE of such a server."""
+"""Value of SGLANG_EXTERNAL_MODEL_PACKAGE of a server with predictors."""
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
 FLUSH_S = 60
-"""Seconds for which SGLang may wait until nothing runs, before it empties its cache."""
+"""Seconds for which SGLang may wait for running requests before it empties its cache."""
 MEMORY = ("kv_cache", "weights")
-"""Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
+"""Tags of the memory that a sleeping server releases. CUDA graphs keep their own buffers: their addresses stay valid."""
 DEATH_S = 3.0
-"""Seconds after a call that failed in which a server that was killed is gone: its parts do not end at the same moment."""
+"""Seconds after a failed call within which a killed server is gone, as its processes do not end at the same moment."""
 SHARED_MEMORY = "/dev/shm"
 HANG_S = 30.0
-"""Longest wait for a sign of life. SGLang waits 20 s for a token of its own before it says that it has none."""
+"""Longest wait for a sign of life, in seconds. SGLang waits 20 s for a token of its own before it reports a failure."""
 _BUS_ERROR = re.compile(r"(?:exit code:?|terminated with|with code) -7\b|Fatal Python error: Bus error")
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket on a free port of the host (`getsockname()[1]`), which nobody else is given while it is open.
+    """Return a socket on a free port of the host (`getsockname()[1]`); no other process gets the port while it is open.
 
-    It does not listen, so connections are refused and a server may listen there itself: Linux lets two sockets with
-    SO_REUSEADDR share an address as long as one of them listens. A port that is only looked up may be another process's
-    (a rendezvous, an outgoing connection) by the time that SGLang has imported itself and binds it.
+    The socket does not listen, so connections are refused and a server can listen on the port. Linux lets two sockets with
+    SO_REUSEADDR share an address if at most one of them listens. Without a reservation, another process may take the port (a
+    rendezvous, an outgoing connection) before SGLang has finished its imports and binds the port.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,7 +69,7 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 def tail(path: Path, lines: int, since: int) -> list[str]:
-    """Last non-empty lines of a log, of those after the first `since` bytes."""
+    """Return the last non-empty lines of a log, ignoring its first `since` bytes."""
     try:
         with open(path, errors="replace") as log:
             log.seek(since)
@@ -79,10 +79,11 @@ def tail(path: Path, lines: int, since: int) -> list[str]:
 
 
 def reason_of_death(path: Path, since: int = 0) -> str:
-    """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line.
+    """Return the line of the last exception in SGLang's log, with its place if the line has no text; else the last line.
 
-    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner. So does SIGBUS, in
-    whose place SGLang speaks of memory in general. `since`: the log's bytes before this life of the server, which are not read.
+    A port in use comes first, because later lines are about requests that SGLang sent to the port's other owner. SIGBUS also
+    comes first, because SGLang reports it as a general memory problem. since: bytes of the log from earlier lives of the
+    server, which are not read.
     """
     lines = tail(path, 400, since)
     for line in lines:
@@ -91,8 +92,8 @@ def reason_of_death(path: Path, since: int = 0) -> str:
         if _BUS_ERROR.search(line):
             free = shutil.disk_usage(SHARED_MEMORY).free
             return (
-                f"a process of it ended by SIGBUS, as where {SHARED_MEMORY} is full: it has {free:,} bytes free now; remove"
-                f" what ended programs have left there, or make it larger (mount -o remount,size=SIZE {SHARED_MEMORY};"
+                f"one of its processes ended by SIGBUS, as happens if {SHARED_MEMORY} is full: it has {free:,} bytes free now;"
+                f" remove files of ended programs there, or make it larger (mount -o remount,size=SIZE {SHARED_MEMORY};"
                 " for a container --shm-size)"
             )
     for index in reversed(range(len(lines))):
@@ -104,17 +105,17 @@ def reason_of_death(path: Path, since: int = 0) -> str:
 
 
 def asks_gates(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
-    """True if replies have the weights of these experts too."""
+    """Return whether replies contain the gate values of the experts too."""
     return asks_routes(rollout, routing) and (rollout.gates or routing.replay_gates)
 
 
 def serves_adapters(lora: LoRAConfig, sync: SyncConfig) -> bool:
-    """True if servers have the base model, and adapters beside it."""
+    """Return whether servers hold the base model with adapters beside it."""
     return lora.rank > 0 and sync.adapters == "unmerged"
 
 
 def feature_stride(rollout: RolloutConfig, routing: RoutingConfig) -> int:
-    """s, where router features of every s-th response token are wanted: at most cached_tokens in a full response; 0: none."""
+    """Return s if router features of every s-th response token are wanted (a full response has <= cached_tokens), else 0."""
     if routing.source != "pr3" or routing.features != "engine":
         return 0
     return -(-rollout.max_new_tokens // routing.cached_tokens)
@@ -124,8 +125,8 @@ def feature_stride(rollout: RolloutConfig, routing: RoutingConfig) -> int:
 class RolloutServer:
     """One SGLang server on 127.0.0.1, child of this process.
 
-    `with RolloutServer(...) as server:` starts it and waits until it answers; leaving the block ends its whole process
-    tree, as does the end of this process, in whatever way. `address` stays the same when it is stopped and started again.
+    `with RolloutServer(...) as server:` starts the server and waits until it answers. Leaving the block ends the whole process
+    tree, and so does any end of this process. `address` stays the same if the server is stopped and started again.
     Errors: UserError for a feature_stride without predictor.
     """
 
@@ -134,56 +135,56 @@ class RolloutServer:
     config: ServerConfig
     _: KW_ONLY
     dtype: str = "bf16"
-    """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one bf16)."""
+    """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without a GPU: bf16)."""
     context_length: int = 4096
     routes: bool = False
-    """Capture the experts of every token."""
+    """True if the server captures the experts of every token."""
     gates: bool = False
-    """Capture their weights with them."""
+    """True if the server captures the gate values of these experts too."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
     predictor: bool = False
-    """A route predictor in every router, zero until it is pushed."""
+    """True if every router has a route predictor, which is zero until it is pushed."""
     feature_stride: int = 0
-    """s > 0 sends the router features of every s-th response token along, in all replies (`EngineFeatures`)."""
+    """Stride s > 0: all replies contain router features of every s-th response token (`EngineFeatures`); 0: none."""
     processor: bool = False
-    """Requests may bound the tail of the vocabulary (`SamplingSupport`)."""
+    """True if requests may bound the tail of the vocabulary (`SamplingSupport`)."""
     kept_sets: bool = False
-    """Requests may ask for the tokens that a truncation keeps,"""
+    """True if requests may ask for the tokens that a truncation keeps."""
     seeded_sets: bool = False
-    """and have seeds."""
+    """True if requests with `kept_sets` may have seeds."""
     fp32_lm_head: bool = False
     identical: bool = False
-    """Its operators are the trainer's (precision.identical)."""
+    """True if the server uses the trainer's operators (precision.identical)."""
     trace: Path | None = None
-    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py)."""
+    """Folder into which the server writes the outputs of its operators (megatron_rl_plugin/trace.py)."""
     devices: Sequence[str] = ()
-    """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; by default all that this process sees."""
     sleeps: bool = False
-    """It can be told to `sleep`."""
+    """True if the server can be told to `sleep`."""
     adapter_rank: int = 0
-    """Rank of the adapter that it is given beside the model; 0: none."""
+    """Rank of the adapter beside the model; 0: no adapter."""
     adapter_modules: Sequence[str] = ()
-    """Last parts of the names of the layers that have one (q_proj, ...)."""
+    """Last parts of the names of the layers that have an adapter (q_proj, ...)."""
     keeps_weights: bool = False
-    """While it sleeps its weights are in host memory, and not lost."""
+    """True if a sleeping server keeps its weights in host memory, instead of losing them."""
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Requests need it as their bearer token; empty: it answers everybody."""
+    """Bearer token that requests need; empty: the server answers every request."""
 
     def __post_init__(self) -> None:
         if self.feature_stride and not self.predictor:
             raise UserError(
                 "router features come from the served model with predictors: feature_stride needs predictor"
             )
-        self.model, self.log_path = Path(self.model), Path(self.log_path)  # a text does as well
+        self.model, self.log_path = Path(self.model), Path(self.log_path)  # strings are accepted too
         self.asleep: set[str] = set()
-        """Tags of the memory that it has given up."""
-        self._reserved = reserve_port()  # also between the two lives of a restarted server
+        """Tags of the memory that the server has released."""
+        self._reserved = reserve_port()  # keeps the port during a restart
         self.port = self._reserved.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
         self._log_start = 0
-        """Bytes of the log that are of earlier lives: of a resumed run, or before a restart."""
+        """Bytes of the log from earlier lives of the server: of a resumed run, or before a restart."""
 
     @classmethod
     def from_config(
@@ -196,12 +197,12 @@ class RolloutServer:
         trace: Path | None = None,
         key: str | None = None,
     ) -> RolloutServer:
-        """The server that a training run with this config wants. key: by default a random one."""
+        """Return the server that a training run with this config needs. key: by default a random key."""
         rollout, routing = config.rollout, config.routing
         support = SamplingSupport.from_config(rollout.sampling, config.pruning)
         modules: list[str] = []
         if serves_adapters(config.lora, config.sync):
-            from megatron_rl.models.peft_folder import adapted_modules  # Megatron-Bridge, which takes seconds to import
+            from megatron_rl.models.peft_folder import adapted_modules  # imports Megatron-Bridge, which takes seconds
 
             modules = adapted_modules(config.model.path, config.lora.targets)
         return cls(
@@ -225,7 +226,7 @@ class RolloutServer:
             sleeps=sleeps,
             adapter_rank=config.lora.rank if modules else 0,
             adapter_modules=modules,
-            # Between two refreshes it sleeps and wakes with what it has; else every wake is followed by a push.
+            # Between two refreshes the server sleeps and wakes with its weights; otherwise a push follows every wake.
             keeps_weights=sleeps and config.sync.refresh.when == "drift",
             key=key or secrets.token_hex(32),
         )
@@ -244,7 +245,7 @@ class RolloutServer:
         self._reserved.close()
 
     def command(self, machine: Machine | None = None) -> list[str]:
-        """The server's command line on a machine, by default this one. Errors: UserError for extra_args that contradict it."""
+        """Return the server's command line on a machine (default: this one). Errors: UserError for contradicting extra_args."""
         machine = machine or this_machine()
         routes = self.routes or self.predictor
         chosen = server_flags(self._hf_config(), self.dtype, machine, routes=routes, seeded_sets=self.seeded_sets)
@@ -269,7 +270,7 @@ class RolloutServer:
         command = [str(find_python(self.config.python)), "-m", module]
         for name, value in flags.items():
             command += [name, str(value)]
-        # Token ids go in and out: the trainer has the tokenizer, and a hop through the detokenizer less.
+        # Requests and replies are token ids: the trainer has the tokenizer, and this saves the hop through the detokenizer.
         command += ["--skip-tokenizer-init", "--log-level", "warning"]
         if self.routes:
             command.append("--enable-return-routed-experts")
@@ -292,7 +293,7 @@ class RolloutServer:
         overrides: dict[str, object] = {}
         if self.dtype == "fp8" and machine.gpu is not None:
             overrides["quantization_config"] = quantization_config()
-            # The folder holds no scales. SGLang would quantize its weights itself, but not in blocks, and differently.
+            # The folder holds no scales. SGLang could quantize the weights itself, but not in blocks and with other results.
             command += ["--load-format", "dummy"]
         if self.identical:
             overrides[IDENTICAL] = str(OPERATORS)
@@ -301,7 +302,7 @@ class RolloutServer:
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
         if self.feature_stride or self.trace:
-            # A graph's replay runs none of the code that picks the features, and no hooks.
+            # A replayed CUDA graph skips the code that picks the features, and hooks.
             command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         if self.gates:
             overrides[GATES] = True
@@ -312,23 +313,23 @@ class RolloutServer:
     def _hf_config(self) -> dict:
         try:
             return json.loads((self.model / "config.json").read_text())
-        except FileNotFoundError:  # start() says so
+        except FileNotFoundError:  # start() reports it
             return {}
 
     def environment(self, machine: Machine | None = None) -> dict[str, str]:
-        """The server's environment variables on a machine, by default this one."""
+        """Return the server's environment variables on a machine (default: this one)."""
         machine = machine or this_machine()
         environment = {**NCCL_ENVIRONMENT, **os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
         if machine.gpu is not None and self.dtype == "fp32":
             environment = FP32_PRODUCTS | environment
-        # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
+        # Without compiled modules on disk, each SGLang process would compile thousands of them at every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        # The trainer's; SGLang's memory saver does not work on expandable segments.
+        # These are for the trainer; SGLang's memory saver does not work on expandable segments.
         for name in ALLOCATOR_VARIABLES:
             environment.pop(name, None)
-        # Log-probs are those of the distribution that is sampled from: at its temperature.
+        # Log-probs must belong to the distribution that is sampled from, at its temperature.
         environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
-        # A dead worker has to be known at once, not after a dump of the others, during which requests hang.
+        # A dead worker must be noticed at once, not after a dump of the other workers, during which requests hang.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
@@ -341,7 +342,7 @@ class RolloutServer:
         return environment | {KEY: self.key}
 
     def start(self) -> None:
-        """Start the process; returns at once."""
+        """Start the process, without waiting for the server."""
         if not (self.model / "config.json").is_file():
             raise UserError(f"model '{self.model}' has no config.json: rollout needs a Hugging Face folder")
         command = self.command()
@@ -354,18 +355,18 @@ class RolloutServer:
 
     @staticmethod
     def _spawn(command: list[str], environment: dict[str, str], log: TextIO) -> subprocess.Popen:
-        """Start the supervisor, which starts the server. It ends when its standard input is closed."""
+        """Start the supervisor, which starts the server. The supervisor ends when its standard input is closed."""
         return subprocess.Popen(
             [sys.executable, "-E", "-S", str(SUPERVISOR), str(STOP_GRACE_S), *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the server in order
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which then stops the server
         )
 
     def wait_ready(self) -> None:
-        """Wait until the server answers. Errors: UserError with SGLang's own reason when it dies or takes too long."""
+        """Wait until the server answers. Errors: UserError with SGLang's own reason if the server dies or takes too long."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while time.monotonic() < deadline:
             if not self.alive():
@@ -384,22 +385,22 @@ class RolloutServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers that its requests need."""
+        """HTTP headers that requests to the server need."""
         return bearer(self.key)
 
     def ready(self) -> bool:
-        """True if it answers."""
+        """Return whether the server answers."""
         try:
             return ask_now("GET", f"{self.address}/ready", timeout_s=5.0).status == 200
         except NoAnswer:
             return False
 
     def alive(self) -> bool:
-        """True if its process runs."""
+        """Return whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
 
     def dead(self, patience_s: float = 0.0) -> bool:
-        """True if the server has ended, or does so within the time."""
+        """Return whether the server has ended, or ends within `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while self.alive():
             if time.monotonic() >= deadline:
@@ -408,32 +409,32 @@ class RolloutServer:
         return True
 
     def hangs(self) -> bool:
-        """Tell if its process runs, and answers nothing, or computes nothing where it is not paused. Takes up to HANG_S."""
+        """Return whether the live server does not answer, or computes no token though not paused. Takes up to HANG_S."""
         if not self.alive():
             return False
-        for path in ("/ready", "/health"):  # the latter computes a token
+        for path in ("/ready", "/health"):  # /health computes a token
             try:
                 answer = ask_now("GET", self.address + path, timeout_s=HANG_S)
             except NoAnswer:
                 return True
             if answer.status >= 400:
-                return path == "/health"  # one that is not ready is paused, as in a push
+                return path == "/health"  # a server that is not ready is paused, as in a push
         return False
 
     def sleep(self, *tags: str) -> None:
-        """Give up memory (MEMORY, or these tags of it); requests wait in the server until `wake`.
+        """Release memory (all of MEMORY, or the given tags); requests wait in the server until `wake`.
 
-        The prefix cache goes with the cache, weights that are not kept are lost. One that is dead, or dies of it, has given
-        up everything. Errors: UserError when it refuses, or takes longer than a start may.
+        Releasing the KV cache drops the prefix cache. Weights that the server does not keep are lost. A server that is dead,
+        or dies during the call, has released everything. Errors: UserError if the server refuses, or exceeds the start timeout.
         """
         if given := set(tags or MEMORY) - self.asleep:
-            # Nothing may run while the cache is away, and SGLang gives it up only when nothing does.
+            # Nothing may run while the cache is released, and SGLang releases the cache only if nothing runs.
             release = "/release_memory_occupation", {"tags": [*given]}
             self._control(("/pause_generation", {"mode": "retract"}), release)
             self.asleep |= given
 
     def wake(self, *tags: str) -> None:
-        """Take memory back (all that was given up, or these tags of it); with the last of it, waiting requests go on."""
+        """Take memory back (all released tags, or the given ones); after the last tag, waiting requests continue."""
         taken = self.asleep & set(tags or MEMORY)
         calls: list[tuple[str, dict]] = [("/resume_memory_occupation", {"tags": [*taken]})] if taken else []
         if not self.asleep - taken:
@@ -442,16 +443,16 @@ class RolloutServer:
         self.asleep -= taken
 
     def flush(self) -> None:
-        """Empty the prefix cache; nothing may run. Errors: as of `wake`."""
+        """Empty the prefix cache; nothing may run. Errors: the same as `wake`."""
         self._control((f"/flush_cache?timeout={FLUSH_S}", {}), must_live=True)
 
     def retract(self) -> None:
-        """Stop what is being sampled and take its cache away: all its tokens are computed again. Errors: as of `wake`."""
+        """Stop running requests and drop their cache, so that all their tokens are computed again. Errors: as for `wake`."""
         calls = ("/pause_generation", {"mode": "retract"}), ("/flush_cache", {}), ("/continue_generation", {})
         self._control(*calls, must_live=True)
 
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
-        """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
+        """POST in turn. Errors: UserError for a refusal; for a dead server only if `must_live`."""
         for path, body in calls:
             try:
                 answer = ask_now("POST", self.address + path, body, timeout_s=self.config.start_timeout_s, key=self.key)
@@ -464,13 +465,13 @@ class RolloutServer:
                 return
 
     def stop(self) -> None:
-        """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""
+        """End the whole process tree by SIGTERM, then SIGKILL, and wait until it is gone. May be called again."""
         if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
         try:
             self._process.wait(STOP_GRACE_S + 20)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the supervisor hangs: its server dies with it
+            self._process.kill()  # the supervisor hangs; its server dies with it
             self._process.wait(20)
         self._process = None

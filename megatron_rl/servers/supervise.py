@@ -1,13 +1,14 @@
-"""Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, stdlib alone.
+"""Ties a server's whole process tree to its owner: `python supervise.py GRACE_S COMMAND...`. Uses only the standard library.
 
-The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included:
-the kernel closes the pipe), the server gets SIGTERM and, GRACE_S seconds later, what is left of its tree SIGKILL. When
-the server's first process ends by itself, the rest of the tree is killed at once, and what a killed server leaves is
-removed (`orphans.py`). Exits with the server's status.
+The owner holds the other end of standard input. When the owner closes the pipe or dies, the server gets SIGTERM, and GRACE_S
+seconds later the rest of its tree gets SIGKILL. This covers kill -9 too, because the kernel closes the pipe. If the server's
+first process ends by itself, the rest of the tree is killed at once. The leftovers of a killed server are removed
+(`orphans.py`). Exits with the server's status.
 
 With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
 
-The server's key comes in the environment and goes on in a file of the server's own folder: a command line is public.
+The server's key comes in an environment variable and is passed on in a file in the server's own folder, because other users can
+read a command line.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from typing import Protocol
 
 if __package__:
     from megatron_rl.servers import orphans
-else:  # a script, whose path is this folder
+else:  # run as a script: sys.path holds this folder
     import orphans
 
 KEY = "MEGATRON_RL_SERVER_KEY"
-"""Environment variable: what requests to the server must have as their bearer token."""
+"""Environment variable with the bearer token that requests to the server need."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants() -> list[int]:
-    """Ids of the living processes below this one. Orphans stay among them, because this process is their subreaper."""
+    """Return ids of all living descendants. Orphans are included, because this process is their subreaper."""
     children: dict[int, list[int]] = {}
     living = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -57,19 +58,19 @@ def descendants() -> list[int]:
 
 
 def survivors() -> list[int]:
-    """Scan for descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
+    """Scan for descendants twice, because a process whose parent ends during a scan can be missing from that scan."""
     return descendants() or descendants()
 
 
 def end(pids: list[int], signal_number: int) -> None:
-    """Send a signal to those that are still there."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
 
 
 def main() -> int:
-    """Run the command of the command line. Returns the exit status."""
+    """Run the command of the command line, and return the exit status."""
     alone = sys.argv[1] == "--alone"
     grace, *command = sys.argv[2 if alone else 1 :]
     with orphans.own_folder() as changes:
@@ -77,7 +78,7 @@ def main() -> int:
 
 
 def with_key(command: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The server's command and environment, where its key is in a file that its owner alone may read."""
+    """Return the server's command and environment, with the key moved to a file that only its owner can read."""
     environment = dict(environment)
     if key := environment.pop(KEY, ""):
         path = Path(environment["TMPDIR"]) / "keys.yaml"
@@ -88,7 +89,7 @@ def with_key(command: list[str], environment: Mapping[str, str]) -> tuple[list[s
 
 
 def follow_parent(number: int = signal.SIGKILL) -> None:
-    """Have this process sent a signal when its parent ends, also with -9. SGLang's workers follow the server by themselves."""
+    """Make the kernel send a signal to this process when its parent ends, also by -9. SGLang's workers follow the server."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -97,21 +98,21 @@ def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Pop
 
 
 class Server(Protocol):
-    """The server's first process, a child of this one, as `subprocess.Popen` has it."""
+    """First process of the server, a child of this one, with the interface of `subprocess.Popen`."""
 
     pid: int
 
     def wait(self) -> int:
-        """Its exit status, minus the signal where one ended it."""
+        """Return the exit status, negative if a signal ended the process."""
         ...
 
 
 def run(start: Callable[[], Server], grace: float, *, alone: bool) -> int:
-    """Start the server and keep it until it or its owner ends; alone: until a signal comes. Returns its exit status."""
+    """Run the server until it or its owner ends (alone: until a signal comes), and return its exit status."""
     owner, held = os.pipe() if alone else (sys.stdin.fileno(), None)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # A scheduler's notice to the owner that its time ends reaches all processes of a job step, and would end a server. What
-    # is ignored here stays so below.
+    # Near the time limit, the scheduler signals the owner and all processes of the job step, which would end a server. An
+    # ignored signal stays ignored in child processes.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = start()
 
@@ -121,14 +122,14 @@ def run(start: Callable[[], Server], grace: float, *, alone: bool) -> int:
             os.close(held)
             held = None
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # with an owner it decides, by closing the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # an owner decides by closing the pipe
         signal.signal(number, close)
     death = os.pidfd_open(server.pid)
     ended, _, _ = select.select([owner, death], [], [])
     shared = orphans.mapped(survivors())
-    # Without its first process the server has nothing to finish in order: its owner wants to know at once.
+    # A server without its first process cannot end in order, and its owner should learn of the death at once.
     deadline = time.monotonic() + (0 if death in ended else grace)
-    end([server.pid], signal.SIGTERM)  # it ends its workers itself; to them a SIGTERM looks like a crash
+    end([server.pid], signal.SIGTERM)  # it ends its workers itself; they treat SIGTERM as a crash
     while survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
     while left := survivors():

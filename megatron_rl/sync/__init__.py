@@ -1,1 +1,1 @@
-"""Trainer -> rollout engine: weights in buckets over one of three transports, checksums of both sides compared."""
+"""Weight sync from trainer to engines: weights travel in buckets over a transport, and checksums of both sides are compared."""

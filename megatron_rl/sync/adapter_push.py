@@ -1,7 +1,7 @@
-"""Adapters go to the rollout engines as they are: a push of megabytes, to servers that have the base model.
+"""Push of adapters without merging them: megabytes of weights, to servers that hold the base model.
 
-It is the counterpart of `WeightSync` under sync.adapters: unmerged. The folder in which rank 0 writes them, in PEFT's format,
-has to be one that the servers see.
+`AdapterSync` is the counterpart of `WeightSync` for sync.adapters: unmerged. Rank 0 writes the adapters in PEFT's format to a
+folder that the servers must be able to read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_rl.sync.transport import WeightSyncError
 from megatron_rl.sync.weight_sync import SyncStats, refuse_others
 
 SERVED = "policy"
-"""Name under which the servers have them, in every request."""
+"""Name of the adapter on the servers, used in every request."""
 
 
 class AdapterSync:
-    """Every trainer rank makes one and pushes together; rank 0 alone talks to the servers."""
+    """Adapter sync of a run. Every trainer rank makes one, and all push together; only rank 0 talks to the servers."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class AdapterSync:
         group: dist.ProcessGroup | None = None,
         key: str = "",
     ) -> None:
-        """base: the servers' model; folder: below which adapters are written for them; key: of the servers."""
+        """base: the servers' model; folder: parent of the folders with written adapters; key: key of the servers."""
         self.config, self.addresses, self.group = config, list(addresses), group
         self._lora, self._base, self._folder, self._key = lora, base, folder, key
         self._is_sender = not dist.is_initialized() or dist.get_rank(group) == 0
         self._engines: Engines | None = None
         self.version: str | None = None
-        """The last version that was pushed."""
+        """Version of the last push."""
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
-        """Load these adapters, by PEFT's names, into all servers in the place of the last ones. Collective.
+        """Load adapters, given by PEFT's names, into all servers, replacing the previous ones. Collective.
 
-        named_tensors: whole on rank 0; other ranks drain it. Errors (on every rank): WeightSyncError that names the server.
+        named_tensors: complete on rank 0; other ranks only drain it. Errors: WeightSyncError (every rank) naming the server.
         """
         tensors = dict(named_tensors)
         result = [together((lambda: self._push(tensors, version)) if self._is_sender else None, self.group)]
@@ -62,17 +62,17 @@ class AdapterSync:
         return stats
 
     def verify(self) -> None:
-        """Compare versions with the last push. Errors (on every rank): WeightSyncError naming the servers."""
+        """Compare versions with the last push. Errors (on every rank): WeightSyncError that names the servers."""
         together(self._check_served if self._is_sender else None, self.group)
 
     def move(self, addresses: list[str]) -> None:
-        """These are the servers from now on; the next push reaches them."""
+        """Use other servers from now on; the next push reaches them."""
         if list(addresses) != self.addresses:
             self.close()
             self.addresses = list(addresses)
 
     def close(self) -> None:
-        """Give up the connection, and remove what was written for the servers."""
+        """Close the connection, and remove the files written for the servers."""
         if self._engines is not None:
             self._engines.close()
             self._engines = None
@@ -88,7 +88,7 @@ class AdapterSync:
             write_folder(folder, tensors, self._lora, self._base)
         except OSError as error:
             raise WeightSyncError(f"weight sync: {folder}: could not be written ({error.strerror or error})") from None
-        engines.attempt("/unload_lora_adapter", {"lora_name": SERVED})  # of the push before, or of a trainer that died
+        engines.attempt("/unload_lora_adapter", {"lora_name": SERVED})  # of an earlier push or trainer
         engines.call("/load_lora_adapter", {"lora_name": SERVED, "lora_path": str(folder)})
         engines.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -102,5 +102,5 @@ class AdapterSync:
         if wrong := [f"{address} has '{found}'" for address, found in served.items() if found != self.version]:
             raise WeightSyncError(
                 f"weight sync: adapters of version '{self.version}' were pushed last, and {', '.join(wrong)}: restarted, or"
-                " given others by someone else"
+                " changed by another program"
             )

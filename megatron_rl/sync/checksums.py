@@ -1,7 +1,7 @@
-"""The checksums that the engine must have after a push, from the Hugging Face tensors that were pushed.
+"""Expected checksums of the engine after a push, computed from the Hugging Face tensors that were pushed.
 
-The engine hashes what it serves, after its loader, fusing and sharding; the trainer hashes what it meant to send.
-See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
+The engine hashes the weights that it serves, after loading, fusing and sharding; the trainer hashes the tensors that it sends.
+`megatron_rl_plugin.fingerprint` describes the hash, and why the hash of a fused tensor is a sum over its parts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from torch import Tensor
 from megatron_rl.models.families import EXPERT_LINEARS, FAMILIES, LINEARS, STACKS, stack_of
 
 # -- slots ---------------------------------------------------------------------------------------------------------------
-# Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
-# SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
-# modules, which the families have (`models.families`).
-# The scales of FP8 blocks are stacked like the weights that they belong to.
+# A slot is the place of a Hugging Face tensor in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight and
+# w2_weight. SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules use the
+# module names of the families (`models.families`). The scales of FP8 blocks are stacked like the weights that they belong to.
 
 
 PREDICTOR_WEIGHT = ".predictor.weight"
-"""The end of the names of route predictors (`megatron_rl_models`)."""
+"""Suffix of the names of route predictors (`megatron_rl_models`)."""
 _IN_ONE_CALL = {linear.stacked_in for linear in LINEARS.values() if linear.in_one_call}
-"""Parameters that SGLang fuses inside a single load_weights call; it forgets a half that comes alone."""
+"""Parameters that SGLang fuses within a single load_weights call; a half that arrives alone is lost."""
 _SHARED_EXPERTS = tuple({f".{family.moe.shared_experts}" for family in FAMILIES.values() if family.moe})
 
 
@@ -48,17 +47,17 @@ class Slot:
     parameter: str
     expert: int = 0
     part: int = 0
-    """Order among the parts of one expert (or of a parameter without experts)."""
+    """Position among the parts of one expert (or of a parameter without experts)."""
     parts: int = 1
-    """How many parts make an expert; set for parameters with experts alone."""
+    """Number of parts of an expert; set only for parameters with experts."""
     all_experts: bool = False
-    """True if the tensor holds every expert: [E, ...]."""
+    """True if the tensor holds all experts: [E, ...]."""
     transposed: bool = False
-    """True if the engine stores the last two dimensions in the other order (gpt-oss)."""
+    """True if the engine stores the last two dimensions in swapped order (gpt-oss)."""
 
 
 def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
-    """The slot of Hugging Face tensor `name` among the engine's parameters (name -> local shape); None: it has none."""
+    """Return the slot of Hugging Face tensor `name` in the engine's parameters (name -> local shape); None: no slot."""
     if name in parameters:
         return Slot(name)
     if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?", name):
@@ -76,7 +75,7 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
         linear = LINEARS.get(module)
         slot = Slot(f"{prefix}.{linear.stacked_in}.{kind}", part=linear.place) if linear else Slot(name)
         if slot.parameter not in parameters and prefix.endswith(_SHARED_EXPERTS):
-            # SGLang may serve the one shared expert as the last routed one.
+            # SGLang may serve the single shared expert as the last routed expert.
             experts = prefix.rpartition(".")[0] + ".experts"
             last = parameters.get(f"{experts}.w2_weight", (0,))[0] - 1
             return locate(f"{experts}.{last}.{module}.{kind}", parameters)
@@ -86,7 +85,7 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
 
 
 def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]]) -> bool:
-    """True if the engine turned gpt-oss's experts from [E, in, out] into [E, out, in]; its Triton kernels do not.
+    """Return whether the engine turned gpt-oss's experts from [E, in, out] into [E, out, in]; its Triton kernels do not.
 
     Experts of all other families have no biases and are [E, out, in] on both sides.
     """
@@ -105,7 +104,7 @@ def _in_one_call(parameter: str) -> bool:
 def keep_together(
     named_tensors: Iterable[tuple[str, Tensor]], slot_of: Callable[[str], Slot | None]
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups of tensors that must reach the engine in one call: single ones, DeepSeek's low-rank halves as a pair."""
+    """Yield groups of tensors that must reach the engine in one call: single tensors, or DeepSeek's two low-rank halves."""
     waiting: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors:
         slot = slot_of(name)
@@ -124,7 +123,7 @@ def keep_together(
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """A parameter of the engine as one of its tensor-parallel ranks holds it."""
+    """A parameter of the engine on one of its tensor-parallel ranks."""
 
     value: int
     dtype: torch.dtype
@@ -132,12 +131,12 @@ class EngineParameter:
 
     @property
     def has_experts(self) -> bool:
-        """True if it is [experts on this rank, rows of an expert, columns]."""
+        """True if the shape is [experts on this rank, rows of an expert, columns]."""
         return len(self.shape) == 3
 
 
 class WeightsDigest:
-    """A name for a set of weights, the same for every parallel layout, and for weights that round to the same dtype."""
+    """A digest of a set of weights, equal for all parallel layouts and for weights that round to the same dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Start a digest of weights in the engine's dtype."""
@@ -145,21 +144,21 @@ class WeightsDigest:
         self._values: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass Hugging Face tensors on and take each into the digest. Predictors that are zero count as none."""
+        """Pass Hugging Face tensors on and add each to the digest. Predictors that are zero are ignored."""
         for name, tensor in named_tensors:
             seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
             self._values[name] = fingerprint_tensor(seen)
             yield name, tensor
 
     def __str__(self) -> str:
-        """The digest in hexadecimal; empty if nothing was watched."""
+        """Return the digest in hexadecimal; '' if no tensor was watched."""
         values = dict(zip(self._values, to_integers(list(self._values.values())), strict=True))
-        nonzero = sorted((name, value) for name, value in values.items() if value)  # zero where all elements are
+        nonzero = sorted((name, value) for name, value in values.items() if value)  # 0: all elements are zero
         return hashlib.sha256(repr(nonzero).encode()).hexdigest()[:16] if nonzero else ""
 
 
 def parse(text: str) -> EngineParameter | None:
-    """Read `fingerprint.describe`'s format; None for the SHA-256 of a server without the plugin."""
+    """Parse `fingerprint.describe`'s format; return None for the SHA-256 of a server without the plugin."""
     prefix, *fields = text.split(":")
     if prefix != PREFIX:
         return None
@@ -169,30 +168,30 @@ def parse(text: str) -> EngineParameter | None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor, or one expert of it, hashed in the blocks in which shards may hold it."""
+    """One tensor, or one expert of it, hashed in blocks that shards may hold."""
 
     slot: Slot
     name: str
     rows: int
-    """Rows of one block."""
+    """Number of rows of one block."""
     hashes: list
-    """Fingerprints of the blocks: [] int64 tensors, numbers from `ExpectedChecksums.collect` on."""
+    """Fingerprints of the blocks: [] int64 tensors, and numbers after `ExpectedChecksums.collect`."""
     by_columns: bool
 
 
 class ExpectedChecksums:
     """Collects the pushed tensors and compares them with the engine's checksums.
 
-    Tensor parallelism: a rank must hold one of the shards that rows or columns of the pushed tensors can be cut into
-    (told by the shapes that the engine reported), and all shards must be held by some rank. Replicated parameters
-    (norms, routers, and key-value heads where ranks outnumber them) and expert parallelism follow from the same rule.
+    Tensor parallelism: each rank must hold one of the shards into which rows or columns of the pushed tensors can be cut, and
+    each shard must be held by some rank. The shapes that the engine reported tell the cuts. Replicated parameters (norms,
+    routers, and key-value heads if there are more ranks than heads) and expert parallelism follow from the same rule.
     """
 
     def __init__(self, engine: list[dict[str, EngineParameter]], slot_of: Callable[[str], Slot | None]) -> None:
-        """Expect nothing yet.
+        """Expect no tensor yet.
 
-        engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection. slot_of: a
-        tensor's place in it (`slots.locate`).
+        engine: one dict (name -> parameter) per tensor-parallel rank, as reported at the connection. slot_of: returns a
+        tensor's slot in the engine (`locate`).
         """
         self._engine = engine[0]
         self._ranks = len(engine)
@@ -201,10 +200,10 @@ class ExpectedChecksums:
         self._on_device: list[_Piece] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Expect a full tensor in the engine's dtype, as it goes onto the wire. Nothing waits for its device."""
+        """Expect a full tensor in the engine's dtype, as it is sent. The call does not wait for the tensor's device."""
         slot = self._slot_of(name)
         if slot is None:
-            raise KeyError(name)  # `WeightSync` refuses it before
+            raise KeyError(name)  # `WeightSync` refuses such a tensor before
         parameter = self._engine[slot.parameter]
         tensor = tensor.transpose(-1, -2) if slot.transposed else tensor
         if slot.all_experts:
@@ -216,7 +215,7 @@ class ExpectedChecksums:
         self._on_device += pieces
 
     def collect(self) -> None:
-        """Fetch the fingerprints of what was added since the last call: one wait for the device, however many they are."""
+        """Fetch the fingerprints added since the last call, with a single wait for the device."""
         hashes = iter(to_integers([h for piece in self._on_device for h in piece.hashes]))
         for piece in self._on_device:
             piece.hashes[:] = [next(hashes) for _ in piece.hashes]
@@ -233,13 +232,13 @@ class ExpectedChecksums:
         if parameter.has_experts:
             size = min(rows, parameter.shape[1] // slot.parts)
         elif slot.parameter == name:
-            size = min(rows, local_rows)  # a vocabulary is padded to equal shards: its rows alone do not tell the cuts
-        else:  # the cuts are the ranks', or fewer where ranks share key-value heads
+            size = min(rows, local_rows)  # a vocabulary is padded to equal shards: its rows do not tell the cuts
+        else:  # one cut per rank, or fewer if ranks share key-value heads
             size = rows // math.gcd(rows, self._ranks)
         return _Piece(slot, name, size, [fingerprint_tensor(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
-        """All parameters that differ, with the pushed tensors they consist of; empty: both sides agree."""
+        """Return all parameters that differ, with the pushed tensors that they consist of; []: both sides agree."""
         self.collect()
         found = []
         for parameter in self._engine:
@@ -249,23 +248,23 @@ class ExpectedChecksums:
                 continue
             held = {rank[parameter].value for rank in engine if parameter in rank}
             if parameter.endswith(".w2_weight_bias") and len(engine) > 1:
-                held.discard(0)  # it is added after the sum over ranks: SGLang keeps it on one of them
+                held.discard(0)  # added after the sum over ranks, so SGLang keeps it on one rank
             if held not in self._shards(parameter):
                 origin = "" if names == [parameter] else f" (from {_summary(names)})"
                 found.append(parameter + origin)
         return found
 
     def _shards(self, name: str) -> list[set[int]]:
-        """Fingerprints that the engine's ranks must hold of a parameter, for every way to cut it that shapes leave open.
+        """Return the fingerprints that the engine's ranks must hold of a parameter, one set for each possible way to cut it.
 
-        There is one for each distinct shard.
+        A set has one fingerprint per distinct shard.
         """
         pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
         parameter = self._engine[name]
         if not parameter.has_experts:
             return _shards_of_parts(pieces, _matrix_shape(parameter.shape)[0], self._ranks)
-        # A rank has a run of whole experts, or the same cut of every expert, or both. Parts lie at equal distances,
-        # which may be more than their rows: SGLang pads them where a kernel wants multiples.
+        # A rank has a run of whole experts, or the same cut of every expert, or both. The distance between parts is constant,
+        # but may exceed their rows, because SGLang pads parts if a kernel needs multiples.
         local_experts, distance = parameter.shape[0], parameter.shape[1] // pieces[0].slot.parts
         by_expert = [list(parts) for _, parts in groupby(pieces, key=lambda piece: piece.slot.expert)]
         found = {
@@ -277,18 +276,18 @@ class ExpectedChecksums:
 
 
 def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[set[int]]:
-    """Fingerprints of the shards of stacked pieces, of which a rank holds local_rows rows, or a cut of the columns."""
+    """Return the fingerprints of the shards of stacked pieces. A rank holds local_rows rows, or a cut of the columns."""
     if pieces[0].by_columns:
         cuts = range(len(pieces[0].hashes))
         return [{_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}]
     total = sum(piece.rows * len(piece.hashes) for piece in pieces)
     if local_rows >= total:
-        # On one rank each part may be padded by as much: so SGLang does to shared experts without a GPU.
+        # On one rank, each part may have the same padding: SGLang pads shared experts like this without a GPU.
         padding = (local_rows - total) // len(pieces) if ranks == 1 else 0
         return [{_stack([(piece.rows + padding, piece.hashes) for piece in pieces])}]
     if len(pieces) == 1 and pieces[0].rows == local_rows:
-        return [{*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}]  # 0: a rank with padding alone
-    # The same cut of all pieces, or all queries cut and key-value heads shared by ranks: shapes may allow both.
+        return [{*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}]  # 0: a rank with padding only
+        # Either all pieces are cut alike, or queries are cut and ranks share key-value heads. Shapes may allow both.
     ways = []
     if total % local_rows == 0 and ranks % (total // local_rows) == 0:
         ways.append([total // local_rows] * len(pieces))
@@ -303,7 +302,7 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[
 
 
 def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, list[int]]]:
-    """The blocks of every piece that one rank of max(cuts) holds; neighbors share a block of a piece with fewer cuts."""
+    """Return the blocks of every piece on one rank of max(cuts). Neighbors share a block of a piece with fewer cuts."""
     held = []
     for piece, cut in zip(pieces, cuts, strict=True):
         blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)
@@ -312,7 +311,7 @@ def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, l
 
 
 def _stack(blocks: list[tuple[int, list[int]]]) -> int:
-    """Fingerprint of blocks stacked by rows, given as (rows of a block, fingerprints)."""
+    """Return the fingerprint of blocks stacked by rows, given as (rows of a block, fingerprints)."""
     value = offset = 0
     for rows, hashes in blocks:
         for block in hashes:

@@ -1,4 +1,4 @@
-"""A folder of safetensors files that trainer and engines both see: slow, but a shared file system is all it needs."""
+"""Transport by a folder of safetensors files: slow, but it needs only a file system that trainer and engines share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(Transport):
-    """Sends by `/update_weights_from_disk`. A push is a folder of its own that gets its final name when complete."""
+    """Sends weights by `/update_weights_from_disk`. Each push has its own folder, renamed to its final name when complete."""
 
     needs_folder = True
     buffers_on_gpu = False
@@ -66,7 +66,7 @@ class DiskTransport(Transport):
 
 
 def write_safetensors(path: Path, bucket: Bucket) -> None:
-    """A bucket as a safetensors file, from where it lies."""
+    """Write a bucket as a safetensors file, directly from its buffer."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

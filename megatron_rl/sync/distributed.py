@@ -1,4 +1,4 @@
-"""Broadcast from the trainer to all engines in one torch process group of their own: NCCL with CUDA, gloo without."""
+"""Transport by broadcast from the trainer to all engines, in a separate torch process group: NCCL with CUDA, else gloo."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class DistributedTransport(Transport):
-    """`/update_weights_from_distributed`: trainer rank 0 is rank 0 of the group, the servers' ranks follow.
+    """Sends by `/update_weights_from_distributed`: trainer rank 0 is rank 0 of the group, followed by the servers' ranks.
 
-    The group is a bare backend object: it is in no registry of torch.distributed and no other group depends on it, so
-    one that fails is thrown away and made anew.
+    The group is a bare backend object. It is in no registry of torch.distributed, and no other group depends on it, so a group
+    that fails is discarded and replaced.
     """
 
     not_on_one_gpu = "NCCL takes no two processes of a group on one GPU"
@@ -38,7 +38,7 @@ class DistributedTransport(Transport):
         self._name = ""
         self._group: Any = None  # a backend, of which torch declares no broadcast
         self._store: TCPStore | None = None
-        # A stream of its own: the broadcast is waited for without waiting for the next bucket's kernels.
+        # A separate stream, so that waiting for the broadcast does not wait for the kernels of the next bucket.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @override
@@ -51,7 +51,7 @@ class DistributedTransport(Transport):
         size = 1 + self.tensor_parallel * len(self.engines.addresses)
         self._store = listening_store(host, 0, size, self.timeout, wait=False)
         port = self._store.port
-        # The servers join while this side does: both block until all are there.
+        # The servers join at the same time as this side: all sides block until every rank has joined.
         calls = self.engines.start(
             "/init_weights_update_group",
             [
@@ -74,7 +74,7 @@ class DistributedTransport(Transport):
             except BaseException as error:
                 joined.set_exception(error)
 
-        # In a thread of its own: a server that refuses ends the wait at once, and not after the store's timeout.
+        # In a separate thread, so that a server's refusal ends the wait at once, and not after the store's timeout.
         thread = threading.Thread(target=join, daemon=True)
         thread.start()
         try:
@@ -85,13 +85,13 @@ class DistributedTransport(Transport):
             servers = ", ".join(self.engines.addresses)
             raise WeightSyncError(f"weight sync: no {self.backend} group with {servers}: {reason}") from None
         finally:
-            if self._group is None:  # without the store those that have come wait no longer for one that has died
+            if self._group is None:  # without the store, joined ranks stop waiting for a rank that died
                 self._store = None
 
     def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        """Join the group as SGLang's init_custom_process_group does: the same nest of prefixes in the store.
+        """Join the group like SGLang's init_custom_process_group, with the same nested prefixes in the store.
 
-        By a connection of its own: that which holds the store must be free to end it.
+        The group uses its own connection, because the store's owner must be free to close the store.
         """
         import torch
         import torch.distributed as dist
@@ -110,8 +110,8 @@ class DistributedTransport(Transport):
     def send(self, bucket: Bucket, version: str | None) -> None:
         import torch
 
-        # The request comes first and stays open during the broadcast: a server that refuses never joins the broadcast,
-        # and its answer is what ends this side's wait.
+        # The request comes first and stays open during the broadcast: a server that refuses never joins the broadcast, and
+        # its answer ends the wait on this side.
         calls = self.engines.start(
             "/update_weights_from_distributed",
             {
@@ -129,7 +129,7 @@ class DistributedTransport(Transport):
             self.engines.wait(calls)
             work.wait(self.timeout)
         if self._stream is not None:
-            self._stream.synchronize()  # NCCL's wait holds up the stream alone, not this thread
+            self._stream.synchronize()  # NCCL's wait blocks only the stream, not this thread
 
     @override
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""SGLang's control calls to one or many servers at once, each with a deadline, errors as one line."""
+"""SGLang's control calls to one or several servers at the same time, each with a deadline and one-line errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Engines:
     """The servers that receive the weights. Calls go to all of them at the same time."""
 
     def __init__(self, addresses: list[str], timeout_s: float, *, key: str = ""):
-        """key: of all of them; empty: they ask for none. Errors: WeightSyncError where there are none."""
+        """key: key of all servers; empty: they need none. Errors: WeightSyncError if there are no servers."""
         if not addresses:
             raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
         self.addresses = [address.rstrip("/") for address in addresses]
@@ -30,7 +30,7 @@ class Engines:
         self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
-        """Begin a POST to every server: one body for all, or one each. Earlier calls of `tell` reach them first."""
+        """Start a POST to every server, with one body for all or one each, after earlier calls of `tell` have arrived."""
         concurrent.futures.wait(self._told, _SHORT_S)
         each = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
         return [
@@ -56,13 +56,13 @@ class Engines:
         return self.wait([self._loop.start(self._request("GET", a, path, None, _SHORT_S)) for a in self.addresses])
 
     def attempt(self, path: str, body: dict | None = None) -> None:
-        """POST to every server to clean up; any answer within 10 s will do."""
+        """POST to every server to clean up, and wait up to 10 s for answers, which may be errors."""
         self.tell(path, body)
         with contextlib.suppress(WeightSyncError):
             self.wait(self._told)
 
     def tell(self, path: str, body: dict | None = None) -> None:
-        """POST to every server to clean up, without waiting: the next call, or close, waits."""
+        """POST to every server to clean up, without waiting; the next call, or `close`, waits."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._told = [self._loop.start(self._request("POST", a, path, body, _SHORT_S)) for a in self.addresses]
 
@@ -88,7 +88,7 @@ class Engines:
         return content
 
     def close(self) -> None:
-        """Give up the connections, after what was told has arrived."""
+        """Close the connections, after the calls of `tell` have arrived."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._loop.run(self._http.close())
         self._loop.close()
@@ -99,25 +99,25 @@ async def _session(key: str) -> aiohttp.ClientSession:
 
 
 # -- owner ---------------------------------------------------------------------------------------------------------------
-# Whose weights a server has: a run's versions are RUN.STEP there, with the run's own random id.
+# The owner of a server's weights: on servers, versions have the form RUN.STEP, with the random id of the run.
 
 
 FROM_FOLDER = "default"
-"""SGLang's version of the weights that it was started with."""
+"""SGLang's version of the weights that the server was started with."""
 RELEASED = "released"
-"""Version of weights that a run has left on a server which it no longer uses."""
+"""Version of weights on a server that a run no longer uses."""
 
 
 def version_of(run: str, step: int | str) -> str:
-    """The version of a run's weights of a step, as servers have it; of a run without an id the step alone."""
+    """Return the version of a run's weights of a step, as servers store it; for a run without an id, only the step."""
     return f"{run}.{step}" if run else str(step)
 
 
 def owner_of(version: object) -> str:
-    """The run that pushed a version, as a server says it; empty: none, or one without an id."""
+    """Return the id of the run that pushed a server's version; '' if no run pushed it, or the run has no id."""
     return str(version or "").rpartition(".")[0]
 
 
 def as_own(version: str, run: str) -> str:
-    """The step of a version of this run; other versions as they are."""
+    """Return the step of a version of this run; return other versions unchanged."""
     return version.rpartition(".")[2] if owner_of(version) == run else version

@@ -1,7 +1,7 @@
-"""Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it.
+"""Transport by shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies from it.
 
-The bucket lies on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, for
-which these need peer access (megatron_rl/checks/preflight.py asks); they need not see the bucket's GPU.
+The bucket is on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, which needs
+peer access (megatron_rl/checks/preflight.py checks it). The bucket's GPU need not be visible to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICE_ARGUMENT = 6
-"""Place of the device among the arguments of torch's rebuild_cuda_tensor; SGLang counts on it too (utils/patch_torch.py)."""
+"""Index of the device in the arguments of torch's rebuild_cuda_tensor; SGLang relies on it too (utils/patch_torch.py)."""
 
 
 class TensorTransport(Transport):
@@ -40,7 +40,7 @@ class TensorTransport(Transport):
             "/update_weights_from_tensor",
             [
                 {
-                    # One payload per rank: each opens a CUDA handle of its own.
+                    # One payload per rank: each rank opens its own CUDA handle.
                     "serialized_named_tensors": [dump(bucket, rank) for rank in range(self.tensor_parallel)],
                     "load_format": "flattened_bucket",
                     "flush_cache": version is not None,
@@ -54,7 +54,7 @@ class TensorTransport(Transport):
         from megatron_rl_plugin import memory
 
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
-        path = cast("Any", bucket.buffer).shared.path  # `memory.allocate` put it there
+        path = cast("Any", bucket.buffer).shared.path  # set by `memory.allocate`
         arguments = (path, bucket.used, entries)
         return base64.b64encode(memory.dump_call("map_bucket", arguments)).decode()
 
@@ -67,7 +67,7 @@ class TensorTransport(Transport):
 
 
 class _OpenedAt:
-    """Pickles as a CUDA tensor that another process maps into a given device of its own, not the one of its number here."""
+    """Pickles as a CUDA tensor that another process maps to a given device of its own, not to the device's number here."""
 
     def __init__(self, tensor: Tensor, device: int) -> None:
         self._tensor, self._device = tensor, device
@@ -80,7 +80,7 @@ class _OpenedAt:
 
 
 def _metadata(bucket: Bucket) -> list[dict]:
-    """The fields of SGLang's FlattenedTensorMetadata; its unpickler admits plain objects alone."""
+    """Return the fields of SGLang's FlattenedTensorMetadata; SGLang's unpickler accepts only plain objects."""
     return [
         {
             "name": entry.name,

@@ -1,7 +1,7 @@
-"""The interface of a weight transport: one way to carry buckets to the engines.
+"""Interface of a weight transport, which carries buckets to the engines.
 
-Built-in ones are in `TRANSPORTS` of megatron_rl/sync/transports.py. What checks ask of a class is known before torch is
-imported: built-in ones import it in their methods.
+Built-in transports are in `TRANSPORTS` of megatron_rl/sync/transports.py. The checks need a class's attributes before torch is
+imported, so built-in transports import torch in their methods.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class WeightSyncError(UserError):
-    """A push did not happen, or the engine does not hold what was pushed."""
+    """A push failed, or the engine does not hold the pushed weights."""
 
 
 # -- buckets -------------------------------------------------------------------------------------------------------------
-# Buckets: tensors side by side in one flat buffer that travels in one piece.
+# A bucket is one flat buffer with tensors side by side, which is sent in one piece.
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        """Bytes that are filled."""
+        """Number of bytes in use."""
         return self.entries[-1].end if self.entries else 0
 
     @property
     def data(self) -> Tensor:
-        """The filled part, [used] uint8."""
+        """Used part of the buffer, [used] uint8."""
         return self.buffer[: self.used]
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy a tensor in, cast to `dtype`; returns the copy."""
+        """Copy a tensor into the bucket, cast to `dtype`, and return the copy."""
         start, end = self.used, self.used + tensor.numel() * dtype.itemsize
         copy = self.buffer[start:end].view(dtype).view(tensor.shape)
         copy.copy_(tensor.detach())
@@ -74,10 +74,10 @@ def fill_buckets(
     buffer_of: Callable[[int], Tensor],
     seen: Callable[[str, Tensor], None],
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Yield (bucket, is it the last), of at most `capacity` bytes each unless a single group is larger.
+    """Yield (bucket, whether it is the last), of at most `capacity` bytes each unless a single group is larger.
 
-    groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: gives a
-    buffer of at least this many bytes that nobody reads any more. seen: called with every tensor as it lies in its bucket.
+    groups: lists of (name, tensor) that must travel together. dtype_of: returns the dtype to cast a tensor to. buffer_of:
+    returns a buffer of at least this many bytes that is free for use. seen: called with every tensor as stored in its bucket.
     """
     bucket = None
     for group in groups:
@@ -100,24 +100,24 @@ def fill_buckets(
 
 
 class Transport(ABC):
-    """A way to carry buckets, on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish.
+    """A way to carry buckets, used only on the sending rank. Order of calls: connect; per push begin, send..., finish.
 
-    connect, begin and send run in a thread beside the one that allocates and fills the buckets.
+    connect, begin and send run in a separate thread from the one that allocates and fills the buckets.
     """
 
     not_on_one_gpu: ClassVar[str] = ""
-    """Why it does not work where trainer and engine are processes on one GPU (rollout.colocate); empty: it does."""
+    """Reason why the transport fails if trainer and engine processes share a GPU (rollout.colocate); '': it works."""
     shares_memory: ClassVar[bool] = False
-    """The engine maps the GPU memory of the bucket, which torch must have allocated without expandable segments."""
+    """True if the engine maps the bucket's GPU memory; torch must then allocate it without expandable segments."""
     needs_peer_access: ClassVar[bool] = False
-    """Every GPU of an engine reads from the GPU of the trainer's first process, on the same machine."""
+    """True if every GPU of an engine reads from the GPU of the trainer's first process, on the same machine."""
     needs_folder: ClassVar[bool] = False
-    """Wants a folder that trainer and servers both see."""
+    """True if the transport needs a folder that trainer and servers can access."""
     buffers_on_gpu: ClassVar[bool] = True
-    """The two buffers of a push lie on the GPU of the trainer's first process, where there is one; otherwise on the host."""
+    """True if a push's two buffers are on the GPU of the trainer's first process (without a GPU: in host memory)."""
 
     def __init__(self, engines: Engines, tensor_parallel: int, folder: Path | None = None):
-        """Prepare for servers of `tensor_parallel` ranks each; nothing is reached yet. folder: below the run's."""
+        """Prepare for servers of `tensor_parallel` ranks each, without connecting. folder: below the run's folder."""
         import torch
 
         self.engines = engines
@@ -127,32 +127,32 @@ class Transport(ABC):
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
     def connect(self) -> None:
-        """Set up what outlives a push."""
+        """Set up resources that several pushes use."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A buffer [nbytes] uint8 in which buckets can be sent."""
+        """Return a buffer [nbytes] uint8 from which buckets can be sent."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device if self.buffers_on_gpu else "cpu")
 
     def begin(self) -> None:
-        """Open a push."""
+        """Start a push."""
         self.engines.call("/begin_weight_update")
 
     @abstractmethod
     def send(self, bucket: Bucket, version: str | None) -> None:
-        """Have all engines load a bucket. Returns when they have, as its buffer is filled again then.
+        """Make all engines load a bucket, and return when they have, because the buffer is then filled again.
 
-        bucket: complete, no kernel still writes to it. version: given with the last bucket of a push.
+        bucket: complete; no kernel still writes to it. version: given only with the last bucket of a push.
         """
 
     def finish(self, version: str) -> None:
-        """Close a push: the engines serve `version` from now on."""
+        """End a push: the engines serve `version` from now on."""
         self.engines.call("/end_weight_update")
 
     def abort(self) -> None:
-        """Clean up after a push that failed, whatever state the servers are in; connect() comes next."""
+        """Clean up after a failed push, whatever state the servers are in. The next call is connect()."""
         self.engines.attempt("/end_weight_update")
 
     def close(self) -> None:
-        """Give back what connect set up."""
+        """Release the resources of connect."""

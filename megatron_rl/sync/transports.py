@@ -1,4 +1,4 @@
-"""The weight transports that `sync.transport` names, and what checks ask of them. Imports nothing heavy."""
+"""The weight transports of `sync.transport`, with the attributes that checks need. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "tensor": TensorTransport,
     "disk": DiskTransport,
 }
-"""In the order in which a message proposes one in the place of another."""
+"""Built-in transports, in the order in which messages suggest them as alternatives."""
 
 
 def transport_class(name: str) -> type[Transport]:
-    """The class that sync.transport names: a built-in one, or the user's own. Errors: UserError."""
+    """Return the class that sync.transport names: built-in, or the user's own. Errors: UserError."""
     found = resolve("weight transport", name, TRANSPORTS, "sync.transport")
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise UserError(
@@ -28,9 +28,9 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def instead(*, colocate: bool, shares_memory: bool = True, needs_peer_access: bool = True) -> str:
-    """The first built-in transport that serves.
+    """Return the first built-in transport that meets the conditions.
 
-    colocate: it has to work where trainer and engine share a GPU. shares_memory, needs_peer_access: it may.
+    colocate: the transport must work if trainer and engine share a GPU. shares_memory, needs_peer_access: allowed properties.
     """
     return next(
         name

@@ -1,12 +1,12 @@
-"""Push the trainer's weights to the rollout engines, and know that they arrived.
+"""Push the trainer's weights to the rollout engines, and verify that they arrived.
 
     sync = WeightSync(config.sync, addresses, rollout_dtype=config.precision.rollout, folder=config.run_dir / "sync")
     sync.push(export_hf_weights(chunks), version="17")     # on every trainer rank
 
-One push: requests in flight are retracted and the engine waits; buckets stream into its parameters; its prefix cache is
-flushed; its checksums are compared with the trainer's; only then does it go on (retracted requests continue under the
-new weights, and their replies say which tokens came from which version). Two buckets are under way: while the engines
-load one, the next is filled.
+One push: the engine retracts its requests in flight and pauses. Buckets stream into its parameters, its prefix cache is
+flushed, and its checksums are compared with the trainer's. Only then does it continue. Retracted requests continue with the new
+weights, and their replies say which tokens came from which version. Two buckets are in use: while the engines load one, the
+trainer fills the other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SyncStats:
 
 
 class WeightSync:
-    """Every trainer rank makes one and pushes together; rank 0 alone talks to the servers."""
+    """Weight sync of a run. Every trainer rank makes one, and all push together; only rank 0 talks to the servers."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class WeightSync:
         stay_paused: bool = False,
         key: str = "",
     ):
-        """Prepare; nothing is reached yet.
+        """Prepare, without connecting.
 
-        folder: for transports that need one, seen by trainer and servers. group: the trainer's ranks (default: all).
-        stay_paused: after a push somebody else tells the servers to go on. key: of the servers. With rollout_dtype fp8 matrices
-        go out in block FP8 with their scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
+        folder: for transports that need one, shared by trainer and servers. group: the trainer's ranks (default: all).
+        stay_paused: other code tells the servers to continue after a push. key: key of the servers. If rollout_dtype is fp8,
+        matrices are sent in block FP8 with their scales. Without a GPU they are rounded to FP8, for an engine that serves bf16.
         """
         self._transport_class = transport_class(config.transport)
         if self._transport_class.needs_folder and folder is None:
@@ -88,7 +88,7 @@ class WeightSync:
             self._as_served = partial(fp8.quantized, simulate=simulate)
             self.rollout_dtype = self.rollout_dtype if simulate else torch.float8_e4m3fn
         self.version: str | None = None
-        """The last version that was pushed and verified."""
+        """Last version that was pushed and verified."""
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self._is_sender = self._ranks == 1 or dist.get_rank(group) == 0
         self._engines: Engines | None = None
@@ -98,21 +98,21 @@ class WeightSync:
         self._buffers: list[Tensor | None] = [None, None]
         self._expected: ExpectedChecksums | None = None
         self._paused: list[str] = []
-        """Servers that a push which failed has left without whole weights."""
+        """Servers that a failed push has left with incomplete weights."""
 
     # --- every rank -------------------------------------------------------------------------------------------------
 
     def connect(self, addresses: list[str] | None = None) -> None:
-        """Reach the servers: cheap if the connection still holds, and done anew if a server was restarted.
+        """Connect to the servers: cheap if the connection still holds, repeated if a server was restarted.
 
-        `push` does this by itself. addresses: where the servers are now, if they have moved.
+        `push` does this by itself. addresses: current addresses of the servers, if they have moved.
         """
         if addresses is not None:
             self.move(addresses)
         self._together(self._connect)
 
     def move(self, addresses: list[str]) -> None:
-        """These are the servers from now on; the next push reaches them. Every rank calls it; nothing is waited for."""
+        """Use other servers from now on; the next push reaches them. Every rank calls it, and no call waits."""
         if list(addresses) != self.addresses:
             self._disconnect()
             self.addresses = list(addresses)
@@ -120,9 +120,9 @@ class WeightSync:
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
         """Stream all weights to all servers and compare checksums. Collective: all ranks iterate, all get the result.
 
-        named_tensors: (Hugging Face name, full tensor) of every weight of the model; read on rank 0, only drained
-        elsewhere. Errors (on every rank): WeightSyncError that names the server or the tensors. The servers sample nothing
-        then until a push has reached them, or this is closed.
+        named_tensors: (Hugging Face name, full tensor) of every weight of the model; read on rank 0, only drained on other
+        ranks. Errors (on every rank): WeightSyncError that names the server or the tensors. After an error the servers sample
+        nothing until a push has reached them, or this object is closed.
         """
         if not self._is_sender:
             for _ in named_tensors:
@@ -132,13 +132,13 @@ class WeightSync:
     def verify(self) -> None:
         """Compare versions and checksums with the last push.
 
-        Errors (on every rank): WeightSyncError that names the servers, or one and its tensors.
+        Errors (on every rank): WeightSyncError that names the servers, or one server and its tensors.
         """
         self._together(self._check_served)
 
     def close(self) -> None:
-        """Give up the connection. A later push connects again."""
-        if self._paused:  # others may ask them; what they answer is theirs to judge by the version
+        """Close the connection. A later push connects again."""
+        if self._paused:  # other clients may use them, and can check the version of the answers
             engines = Engines(self._paused, self.config.timeout_s, key=self._key)
             engines.attempt("/continue_generation", {})
             engines.close()
@@ -161,7 +161,7 @@ class WeightSync:
         self.close()
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0; its result, or its error, is every rank's."""
+        """Run `work` on rank 0, and return its result, or raise its error, on every rank."""
         result = [together(work if self._is_sender else None, self.group)]
         if self._ranks > 1:
             dist.broadcast_object_list(result, group_src=0, group=self.group)
@@ -175,18 +175,18 @@ class WeightSync:
         if self._transport is not None:
             self._reconnect()
             return
-        self._buffers = [None, None]  # a transport sends no buffer but its own
-        self._engines.attempt("/end_weight_update")  # left open by a trainer that died
+        self._buffers = [None, None]  # a transport sends only its own buffers
+        self._engines.attempt("/end_weight_update")  # may be open after a trainer died
         self._parameters = self._checksums()[0]
         self._check_dtype()
         shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
-        self._slot_of = cache(partial(locate, parameters=shapes))  # asked for every tensor of every push
+        self._slot_of = cache(partial(locate, parameters=shapes))  # called for every tensor of every push
         ranks = len(self._parameters)
         self._transport = self._transport_class(self._engines, ranks, self.folder)
         self._transport.connect()
 
     def _reconnect(self) -> None:
-        """Connect again if the connection no longer holds. Errors: WeightSyncError for a server that is another one now."""
+        """Connect again if the connection no longer holds. Errors: WeightSyncError for a server that has been replaced."""
         if self._still_served():
             return
         if _layout(self._checksums()[0]) != _layout(self._parameters):
@@ -196,7 +196,7 @@ class WeightSync:
         _there(self._transport).connect()
 
     def _still_served(self) -> bool:
-        """True if the servers have what was pushed last: one that was restarted has another version."""
+        """Return whether the servers have the last push; a restarted server has another version."""
         if self.version is None:
             return True
         try:
@@ -211,8 +211,8 @@ class WeightSync:
         served = zip(self.addresses, self._served(), strict=True)
         if wrong := [f"{address} has '{version}'" for address, version in served if version != self.version]:
             raise WeightSyncError(
-                f"weight sync: version '{self.version}' was pushed last, and {', '.join(wrong)}: restarted, or given"
-                " other weights by someone else"
+                f"weight sync: version '{self.version}' was pushed last, and {', '.join(wrong)}: restarted, or changed"
+                " by another program"
             )
         self._verify()
 
@@ -229,15 +229,15 @@ class WeightSync:
             )
 
     def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
-        """Fingerprint, dtype and local shape of each parameter, per server and tensor-parallel rank."""
+        """Return fingerprint, dtype and local shape of each parameter, per server and tensor-parallel rank."""
         servers: list[list[dict[str, EngineParameter]]] = []
         replies = _there(self._engines).call("/weights_checker", {"action": "checksum", "selector": "target"})
         for address, reply in zip(self.addresses, replies, strict=True):
             ranks = [{k: parse(v) for k, v in rank["checksums"].items()} for rank in reply["ranks"]]
             if any(parameter is None for rank in ranks for parameter in rank.values()):
                 raise WeightSyncError(
-                    f"weight sync: {address} runs without the checksum plugin:"
-                    " install it into that environment (pip install --no-deps ./sglang_plugin) and start it again"
+                    f"weight sync: {address} runs without the checksum plugin: install it into the server's environment"
+                    " (pip install --no-deps ./sglang_plugin) and restart the server"
                 )
             servers.append(cast("list[dict[str, EngineParameter]]", ranks))
         if any(_layout(ranks) != _layout(servers[0]) for ranks in servers):
@@ -253,21 +253,21 @@ class WeightSync:
                 self._connect()
             stats = self._stream(named_tensors, version)
         except BaseException:
-            for _ in named_tensors:  # the other ranks are inside the export's collectives
+            for _ in named_tensors:  # other ranks are in the export's collectives
                 pass
             self.version = None
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
-            # A request that went on now would get tokens of weights that nobody has.
+            # A request that continued now would get tokens of partly updated weights.
             if self._engines is not None and not self._stay_paused:
                 self._paused = [*{*self._paused, *self.addresses}]
             raise
         self.version = version
         self._paused = [address for address in self._paused if address not in self.addresses]
         if not self._stay_paused:
-            _there(self._engines).tell("/continue_generation", {})  # requests that come before it wait in the server
-        else:  # the GPU is the engines' now
+            _there(self._engines).tell("/continue_generation", {})  # until then, requests wait in the server
+        else:  # the GPU now belongs to the engines
             self._buffers = [None, None]
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()
@@ -276,7 +276,7 @@ class WeightSync:
     def _open(self, version: str) -> None:
         engines = _there(self._engines)
         refuse_others(self.addresses, self._served(), version)
-        pausing = engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses for as long
+        pausing = engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses meanwhile
         try:
             self._reconnect()
         finally:
@@ -284,7 +284,7 @@ class WeightSync:
         _there(self._transport).begin()
 
     def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
-        """Fill buckets here and send them in a thread, in order; after an error nothing more is sent."""
+        """Fill buckets in this thread and send them in another, in order; after an error no more buckets are sent."""
         expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
         transport = _there(self._transport)
@@ -293,13 +293,13 @@ class WeightSync:
         calls = [sender.submit(self._open, version)]  # the first bucket is filled meanwhile
 
         def buffer_of(nbytes: int) -> Tensor:
-            """One of two buffers in turn, when the engines are done with the bucket before the last, which lay in it."""
+            """Return one of two buffers in turn, after the engines have loaded the bucket that it held before."""
             turn = sent["buckets"] % 2
             if sent["buckets"]:
                 calls[sent["buckets"] - 1].result()
             buffer = self._buffers[turn]
             if buffer is None or buffer.numel() < nbytes:
-                buffer = self._buffers[turn] = None  # freed before the larger one is made
+                buffer = self._buffers[turn] = None  # freed before the larger buffer is allocated
                 buffer = self._buffers[turn] = transport.allocate(nbytes)
             return buffer
 
@@ -315,7 +315,7 @@ class WeightSync:
                 buffer_of=buffer_of,
                 seen=expected.add,
             ):
-                expected.collect()  # waits until a GPU has filled the bucket, too
+                expected.collect()  # also waits until the GPU has filled the bucket
                 calls.append(sender.submit(send, calls[-1], bucket, version if last else None))
                 sent["bytes"] += bucket.used
                 sent["buckets"] += 1
@@ -339,7 +339,7 @@ class WeightSync:
                 )
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""
+        """Return the engine's own dtype of a tensor; the engine may keep some tensors (routing biases) in fp32."""
         slot = self._slot_of(name)
         if slot is None:
             remedy = ": start it through tools/serve.py with this config" if name.endswith(PREDICTOR_WEIGHT) else ""
@@ -350,12 +350,12 @@ class WeightSync:
 
 
 def refuse_others(addresses: list[str], served: list[str | None], version: str) -> None:
-    """Errors: WeightSyncError for a server to which another run pushes than the one whose version this is."""
+    """Raise WeightSyncError for a server whose weights belong to another run than `version`."""
     for address, found in zip(addresses, served, strict=True):
         if owner_of(found) not in ("", owner_of(version)):
             raise WeightSyncError(
-                f"weight sync: another run pushes to {address} (its weights are {found!r:.80}): give each run servers of its"
-                " own; if that run was killed, start the server anew"
+                f"weight sync: another run pushes to {address} (its weights are {found!r:.80}): give each run its own"
+                " servers; if that run was killed, restart the server"
             )
 
 

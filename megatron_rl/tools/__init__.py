@@ -1,1 +1,1 @@
-"""Tools that a policy may call in a conversation, and the environment that answers it."""
+"""Tools that a policy may call in a conversation, and the environment that answers the policy."""

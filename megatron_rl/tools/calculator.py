@@ -1,4 +1,4 @@
-"""A calculator as a tool: arithmetic of numbers, and nothing else."""
+"""A calculator as a tool: arithmetic of numbers only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, override
 from megatron_rl.tools.tool import Tool, ToolError
 
 LONGEST = 1000
-"""Characters of an expression."""
+"""Largest number of characters of an expression."""
 LARGEST = 10**100
 _BINARY: dict[type[ast.operator], Callable] = {
     ast.Add: operator.add,
@@ -25,7 +25,7 @@ _UNARY: dict[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub: o
 
 
 def calculate(expression: str) -> int | float:
-    """The value of an arithmetic expression; whole numbers are exact. Errors: ToolError."""
+    """Return the value of an arithmetic expression; integers are exact. Errors: ToolError."""
     if len(expression) > LONGEST:
         raise ToolError(f"the expression has more than {LONGEST} characters")
     try:
@@ -61,7 +61,7 @@ def _value(node: ast.AST) -> int | float:
 
 
 class Calculator(Tool):
-    """`calculator`: the value of an expression."""
+    """Tool `calculator`: returns the value of an expression."""
 
     name = "calculator"
     description = "Computes an arithmetic expression of numbers, + - * / // % ** and parentheses."

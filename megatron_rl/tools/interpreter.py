@@ -1,4 +1,4 @@
-"""The Python interpreter as a tool: contained, and stateful within a conversation as ReTool's (arXiv:2504.11536)."""
+"""The Python interpreter as a tool: contained, and stateful within a conversation, as in ReTool (arXiv:2504.11536)."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ while header := calls.readline():
             pass
     os.write(1, mark)
 """
-"""Inside the container: reads `LENGTH MARK` and so many bytes of code, runs them, and ends its output with the mark."""
+"""Program in the container: reads `LENGTH MARK` and LENGTH bytes of code, runs the code, and ends its output with MARK."""
 OUTPUT_BYTES = 65536
 
 
 class Session:
-    """The interpreter of one conversation; started by its first call, and anew after one that broke a limit."""
+    """The interpreter of one conversation; the first call starts it, and so does the call after a broken limit."""
 
     def __init__(
         self, *, timeout_s: float, memory_mb: int, start: Callable[..., bubblewrap.Container] = bubblewrap.Container
     ) -> None:
-        """start: makes the container, which ends with the thread that has called it."""
+        """start: makes the container, which ends when the thread that called `start` ends."""
         self.timeout_s, self.memory_mb, self._start = timeout_s, memory_mb, start
         self._container: bubblewrap.Container | None = None
         self._lock = threading.Lock()
-        """Held while code runs: only then are the container's pipes in use."""
+        """Held while code runs, because only one thread may use the container's pipes."""
         self._ended = False
 
     def run(self, code: str) -> str:
-        """The output of code, and its last expression's value.
+        """Run code and return its output and the value of its last expression.
 
-        Errors: ToolError where it breaks a limit (variables are lost then); ToolLost where it cannot be contained.
+        Errors: ToolError if the code breaks a limit (its variables are then lost); ToolLost if it cannot be contained.
         """
         with self._lock:
-            if self._ended:  # its conversation was given up before this thread came to run
+            if self._ended:  # the conversation ended before this thread ran
                 raise ToolError("the conversation has ended")
             return self._run(code)
 
@@ -71,13 +71,13 @@ class Session:
         encoded, mark = code.encode(errors="replace"), secrets.token_hex(16).encode()
         try:
             if self._container is None:
-                # Seconds of CPU over all calls of a conversation; each call has its wall clock.
+                # CPU seconds over all calls of a conversation; each call also has a wall-clock limit.
                 self._container = self._start(
                     DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, stderr=subprocess.STDOUT
                 )
         except (OSError, ImportError) as error:
             raise ToolLost(str(error)) from None
-        if self._ended:  # while the container was started
+        if self._ended:  # ended while the container started
             self._drop()
             raise ToolError("the conversation has ended")
         self._container.thaw()
@@ -90,7 +90,7 @@ class Session:
         )
         (output,) = outputs
         if reason == "ok" and output.endswith(mark):
-            self._container.freeze()  # nobody looks at it until the next call
+            self._container.freeze()  # nothing watches it until the next call
             if not self._container.is_over():
                 return output.removesuffix(mark).decode(errors="replace").rstrip("\n")
             reason = "memory"
@@ -112,7 +112,7 @@ class Session:
             container.end()
 
     def end(self) -> None:
-        """Kill the interpreter, also while it runs; no code is run after that."""
+        """Kill the interpreter, even while code runs; no code runs after that."""
         self._ended = True
         if (container := self._container) is not None:
             container.kill()
@@ -121,7 +121,7 @@ class Session:
 
 
 class PythonTool(Tool):
-    """`python`: runs code, and shows what it printed and its last expression's value."""
+    """Tool `python`: runs code, and shows its output and the value of its last expression."""
 
     name = "python"
     description = (
@@ -136,10 +136,10 @@ class PythonTool(Tool):
     }
 
     def __init__(self, timeout_s: float = 10.0, memory_mb: int = 512) -> None:
-        """timeout_s: of one call."""
+        """timeout_s: seconds for one call; memory_mb: limit of the interpreter's memory."""
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
-        # A container dies with the thread that started it (bubblewrap's --die-with-parent), and each call has a thread of its
-        # own: so one that lives as long as the tool starts them all.
+        # A container dies with the thread that started it (bubblewrap's --die-with-parent), and each call has its own thread.
+        # Therefore one thread, which lives as long as the tool, starts all containers.
         self._starter = ThreadPoolExecutor(1, "sandbox")
 
     def _start(self, script: bytes, **settings: Any) -> bubblewrap.Container:

@@ -1,7 +1,7 @@
-"""Tools of Model Context Protocol servers (stdio or streamable HTTP): one session a server, opened anew when it is lost.
+"""Tools of Model Context Protocol servers (stdio or streamable HTTP), with one session per server, reopened when it is lost.
 
-Nobody sits at this client. A server that asks its user (elicitation) gets the defaults of its own form, and is declined where
-they do not fill it; one that asks for a model (sampling) or for folders (roots) is told that there are none.
+There is no user at this client. If a server asks its user (elicitation), the client answers with the defaults of the server's
+form, or declines if the defaults do not fill the form. Requests for a model (sampling) or for folders (roots) are refused.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_rl.tools.tool import Tool, ToolError, ToolLost, is_valid
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 60.0
-"""Longest wait for a server to start and to say what it has."""
+"""Longest wait, in seconds, for a server to start and list its tools."""
 PING_TIMEOUT_S = 5.0
 ATTEMPTS = 3
-"""Times that a server is opened in a row before a call gives up; a pause before each but the first."""
+"""Number of attempts to open a server before a call fails; there is a pause before each attempt except the first."""
 PAUSE_S = 1.0
 MOST_BYTES = 8 * 2**20
-"""Most bytes of a message: a larger one would hold up all conversations for longer than a tenth of a second."""
+"""Limit of bytes of a message. A larger message would block all conversations for more than a tenth of a second."""
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
-"""As the package mcp has it: an answer may be a stream that stays open."""
+"""Timeout as in the package mcp, because an answer may be a stream that stays open."""
 MOST_PAGES = 100
-"""Most pages of a server's list of tools."""
+"""Limit of pages of a server's list of tools."""
 PLAIN = {"Accept-Encoding": "identity"}
 TRANSPORTS = {"url": ("http", "streamable-http", "streamable_http"), "command": ("stdio",)}
-"""Values that other clients have as `type` of a server."""
+"""Values of a server's `type` that other clients use."""
 KEYS = {"url": ("url", "headers", "type"), "command": (*StdioServerParameters.model_fields, "type")}
 RELAY = Path(__file__).with_name("mcp_relay.py")
 
@@ -64,8 +64,8 @@ async def _bounded(target: str | StdioServerParameters, headers: dict[str, str])
 
 
 async def _bound(response: httpx2.Response) -> None:
-    """Events are bounded one by one; other answers are one message."""
-    response.headers.pop("Content-Encoding", None)  # a small answer might become a large one: it is taken as it came
+    """Bound the size of an answer that is one message; events of a stream are bounded one by one."""
+    response.headers.pop("Content-Encoding", None)  # a small compressed answer could become large
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         response.stream = _BoundedStream(response.stream)
@@ -87,10 +87,10 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 class Server:
-    """The session with one server. All calls share it."""
+    """The session with one server, shared by all calls."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        """settings: as in the `mcpServers` of other clients, {command, args, env, cwd} or {url, headers}. Errors: UserError."""
+        """settings: as in other clients' `mcpServers`: {command, args, env, cwd} or {url, headers}. Errors: UserError."""
         self.name = name
         key = f"agent.mcp_servers.{name}"
         try:
@@ -112,12 +112,12 @@ class Server:
             ) from None
         self._client: Client | None = None
         self._owner: asyncio.Task | None = None
-        """The task that has entered the session, which has to leave it too."""
+        """Task that has entered the session, and must also leave it."""
         self._leave = asyncio.Event()
         self._opening = asyncio.Lock()
 
     async def client(self) -> Client:
-        """The open session. Errors: ToolLost."""
+        """Return the open session. Errors: ToolLost."""
         async with self._opening:
             problem = ""
             for attempt in range(ATTEMPTS):
@@ -146,13 +146,13 @@ class Server:
                 if not entered.cancelled():
                     entered.set_result(client)
                 await leave.wait()
-        except Exception as error:  # of opening, or of a server that has gone since
+        except Exception as error:  # from opening, or from a server that was lost later
             if not entered.done():
                 entered.set_exception(error)
 
     async def _hear(self, message: IncomingMessage) -> None:
         if isinstance(message, types.ToolListChangedNotification):
-            log.warning("MCP server %s has changed its tools; this run goes on with those of its start", self.name)
+            log.warning("MCP server %s has changed its tools; this run keeps the tools of its start", self.name)
 
     async def close(self) -> None:
         """Leave the session."""
@@ -166,19 +166,19 @@ class Server:
             await asyncio.wait([owner], timeout=PING_TIMEOUT_S)
 
     async def drop_if_lost(self, client: Client) -> bool:
-        """Forget the session where the server no longer answers. Returns whether it is forgotten."""
+        """Drop the session if the server no longer answers; return whether it was dropped."""
         try:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), PING_TIMEOUT_S)
         except Exception:
             async with self._opening:
                 if self._client is client:
-                    log.warning("MCP server %s is lost; its session is opened anew at the next call", self.name)
+                    log.warning("MCP server %s is lost; the next call opens a new session", self.name)
                     await self.close()
             return True
         return False
 
     async def tools(self) -> list[Tool]:
-        """The server's tools, of all pages. Errors: ToolLost."""
+        """Return the server's tools from all pages. Errors: ToolLost."""
         client, found, cursor = await self.client(), [], None
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -208,7 +208,7 @@ class RemoteTool(Tool):
         client = await self.server.client()
         try:
             result = await client.call_tool(self.name, arguments)
-        except asyncio.CancelledError:  # too slow: is it the server?
+        except asyncio.CancelledError:  # too slow: the server may be lost
             with contextlib.suppress(BaseException):
                 await asyncio.shield(self.server.drop_if_lost(client))
             raise
@@ -226,7 +226,7 @@ class RemoteTool(Tool):
 
 
 def _checked(settings: Any, key: str) -> dict[str, Any]:
-    """Settings of a server that have nothing in them that would be left out. Errors: UserError."""
+    """Return the settings of a server, after checking that all keys are known. Errors: UserError."""
     given = dict(settings) if isinstance(settings, dict) else {}
     kinds = [kind for kind in KEYS if given.get(kind)]
     if len(kinds) > 1:
@@ -239,19 +239,19 @@ def _checked(settings: Any, key: str) -> dict[str, Any]:
     if given.pop("type", TRANSPORTS[kind][0]) not in TRANSPORTS[kind]:
         raise UserError(f"config: {key}.type: a server with a {kind} is {' or '.join(TRANSPORTS[kind])}")
     if not isinstance(given.get("headers", {}), dict):
-        raise UserError(f"config: {key}.headers: {{NAME: VALUE}} is wanted")
+        raise UserError(f"config: {key}.headers: must be {{NAME: VALUE}}")
     return given
 
 
 async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestParams) -> types.ElicitResult:
-    """The answer to a server that asks its user: the defaults of its form, where they are a valid answer to all of it.
+    """Return the answer to a server that asks its user: the defaults of its form, if they are a valid answer.
 
-    A form without defaults, and what is to be done in a browser (mode url), are declined: nobody is there.
+    The client declines forms without complete defaults, and requests to use a browser (mode url), as there is no user.
     """
     del context
     if isinstance(params, types.ElicitRequestFormParams):
         form = params.requested_schema
-        with contextlib.suppress(Exception):  # of a form that is none
+        with contextlib.suppress(Exception):  # an invalid form
             content = {name: field["default"] for name, field in form["properties"].items() if "default" in field}
             if content and is_valid(content, form):
                 return types.ElicitResult(action="accept", content=content)
@@ -259,7 +259,7 @@ async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestP
 
 
 def _said(part: types.ContentBlock) -> str:
-    """A part of a result as the model sees it: text is itself, all else is named."""
+    """Return a part of a result as the model sees it: text unchanged, other parts by name."""
     match part:
         case types.TextContent():
             return part.text

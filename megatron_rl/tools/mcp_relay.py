@@ -1,8 +1,8 @@
-"""Stands between us and an MCP server: `python mcp_relay.py BYTES COMMAND...` runs it, and passes its messages (lines) on.
+"""Relay in front of an MCP server: `python mcp_relay.py BYTES COMMAND...` runs the server and passes on its messages (lines).
 
-The reader of the package mcp puts a message together in the event loop of all conversations, copying all of it at each part. A
-server with one of more than so many bytes is ended instead. It also logs a traceback for each line that is no JSON, which are
-left out here, and said once. Standard library alone.
+The reader of the package mcp builds a message in the event loop of all conversations, and copies the whole message at each
+part. Therefore the relay ends a server that sends a message of more than BYTES bytes. The reader also logs a traceback for each
+line that is not JSON. The relay drops such lines and warns once. It uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 
 def main() -> int:
-    """Returns the server's exit status."""
+    """Run the relay, and return the server's exit status."""
     most, command = int(sys.argv[1]), sys.argv[2:]
     server = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert server.stdout is not None
@@ -27,7 +27,7 @@ def main() -> int:
         if not _is_object(line):
             if not said:
                 _say(
-                    f"{command[0]}: this MCP server writes lines that are no messages; they are left out: {line[:200]!r}"
+                    f"{command[0]}: this MCP server writes lines that are no messages; they are ignored: {line[:200]!r}"
                 )
             said = True
             continue

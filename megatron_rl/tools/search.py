@@ -13,11 +13,11 @@ from megatron_rl.tools.tool import Tool, ToolLost, in_thread
 
 SUFFIXES = (".txt", ".md", ".rst", ".html")
 PASSAGE = 1000
-"""Characters of a passage, about: it ends with a paragraph."""
+"""Approximate number of characters of a passage, which ends with a paragraph."""
 
 
 def passages(text: str) -> Iterator[str]:
-    """Cut a text into pieces of about PASSAGE characters, between paragraphs where it has some."""
+    """Cut a text into pieces of about PASSAGE characters, between paragraphs if possible."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         for start in range(0, len(paragraph), PASSAGE):
@@ -31,7 +31,7 @@ def passages(text: str) -> Iterator[str]:
 
 
 class Search(Tool):
-    """`search`: the passages of the folder that fit a query best."""
+    """Tool `search`: returns the passages of a folder that fit a query best."""
 
     name = "search"
     description = "Searches a folder of documents and returns the passages that fit the query best."
@@ -43,7 +43,7 @@ class Search(Tool):
     }
 
     def __init__(self, folder: str, passages: int = 3) -> None:
-        """folder: its text files are read once, at the start; passages: how many an answer has."""
+        """folder: its text files are read once, at the start; passages: number of passages in an answer."""
         self.folder, self.count = Path(folder), passages
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Search(Tool):
         )
         if not files:
             raise ToolLost(
-                f"{self.folder} is no folder with documents ({', '.join(SUFFIXES)}); set tool_options.search.folder"
+                f"{self.folder} is not a folder with documents ({', '.join(SUFFIXES)}); set tool_options.search.folder"
             )
         with self._lock:
             self._index.execute("CREATE VIRTUAL TABLE passages USING fts5(path, text, tokenize='porter unicode61')")

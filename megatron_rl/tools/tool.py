@@ -1,4 +1,4 @@
-"""Tools: what a policy may call in a conversation, and whose fault it is when a call fails."""
+"""Tools that a policy may call in a conversation, and the two kinds of errors of a call."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from referencing.exceptions import Unresolvable
 
 from megatron_rl.errors import UserError
 
-# -- functions that wait, called from an event loop ---------------------------------------------------------------------
+# -- blocking functions, called from an event loop ----------------------------------------------------------------------
 
 
 async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
-    """Call the function in a thread of its own and return its result.
+    """Call the function in its own thread and return the result.
 
-    The thread does not hold up the end of the process if it hangs.
+    If the thread hangs, the process can still end.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(how: Callable[[Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(lambda: None if future.done() else how(value))
 
     def work() -> None:
@@ -50,15 +50,15 @@ async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 class ToolError(Exception):
-    """The model's fault: a call that cannot be done. Its text is the observation, and the conversation goes on and trains."""
+    """A call fails by the model's fault. The text is the observation, and the conversation continues and trains."""
 
 
 class ToolLost(Exception):
-    """The infrastructure's fault: a tool server that is gone, a sandbox that does not start. The conversation is masked."""
+    """A call fails by the infrastructure's fault (a lost tool server, a failed sandbox). The conversation is masked."""
 
 
 class Tool:
-    """A tool that the policy may call: a name, a description, the JSON schema of its arguments, and the call itself.
+    """A tool that the policy may call: a name, a description, the JSON schema of its arguments, and the call.
 
     One object serves all conversations of a run, in one event loop.
     """
@@ -66,42 +66,42 @@ class Tool:
     name: str = ""
     description: str = ""
     parameters: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-    """JSON schema of an object."""
+    """JSON schema of an object with the arguments."""
 
     async def open(self) -> None:
-        """Begin, once for the run. Errors: ToolLost saying why it cannot, and the remedy."""
+        """Start the tool, once for the run. Errors: ToolLost that says why the tool cannot start, and the remedy."""
 
     async def close(self) -> None:
-        """End with the run."""
+        """Close the tool at the end of the run."""
 
     def session(self) -> Any:
-        """State of a conversation, made before its first call."""
+        """Return the state for a conversation, before its first call."""
         return None
 
     async def call(self, arguments: dict[str, Any], session: Any) -> str:
-        """The observation of a call. arguments: checked against the schema. Errors: ToolError, ToolLost."""
+        """Return the observation of a call. arguments: checked against the schema. Errors: ToolError, ToolLost."""
         raise NotImplementedError
 
     async def end(self, session: Any) -> None:
-        """End a conversation's state; `session` is what `session()` gave."""
+        """End a conversation's state; `session` is the result of `session()`."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates and the OpenAI API want it."""
+        """The tool in the form of chat templates and the OpenAI API."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class FunctionTool(Tool):
-    """A function with type hints and a docstring in Google's style; a plain one is called in a thread."""
+    """A tool made from a function with type hints and a Google-style docstring; plain functions run in a thread."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Errors: UserError where the function does not say what a model needs to know."""
+        """Errors: UserError if type hints or docstring lack a description that the model needs."""
         from transformers.utils.chat_template_utils import get_json_schema
 
         try:
             schema = get_json_schema(function)["function"]
-        except Exception as error:  # of the library, about hints and docstrings
+        except Exception as error:  # the library's errors about hints and docstrings
             name = getattr(function, "__name__", function)
             raise UserError(f"config: agent.tools: {name} cannot be a tool: {' '.join(str(error).split())}") from None
         self.name, self.description, self.parameters = schema["name"], schema["description"], schema["parameters"]
@@ -115,29 +115,29 @@ class FunctionTool(Tool):
 
 
 def _checker(schema: Mapping[str, Any]) -> Any:
-    """With a registry of its own, since the default one fetches what a schema refers to from the network."""
+    """Return a validator with an empty registry, because the default registry fetches references from the network."""
     return validator_for(schema)(schema, registry=Registry())
 
 
 def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Tell if a value fits a JSON schema. Errors: those of jsonschema for a schema that is none."""
+    """Return whether a value fits a JSON schema. Errors: those of jsonschema for an invalid schema."""
     validator_for(schema).check_schema(dict(schema))
     return _checker(schema).is_valid(value)
 
 
 def check_parameters(tool: Tool) -> None:
-    """Errors: UserError where the schema of a tool's arguments is none."""
+    """Raise UserError if the schema of a tool's arguments is invalid."""
     try:
         validator_for(tool.parameters).check_schema(dict(tool.parameters))
     except SchemaError as error:
         place = ".".join(map(str, error.absolute_path))
         raise UserError(
-            f"agent.tools: the parameters of {tool.name} are no JSON schema: {place}: {error.message[:300]}"
+            f"agent.tools: the parameters of {tool.name} are no valid JSON schema: {place}: {error.message[:300]}"
         ) from None
 
 
 def check_arguments(tool: Tool, arguments: Any) -> None:
-    """Errors: ToolError saying which argument does not fit the tool's schema; ToolLost where that cannot be looked up."""
+    """Raise ToolError for an argument that does not fit the tool's schema; ToolLost if a reference cannot be resolved."""
     try:
         problem = best_match(_checker(tool.parameters).iter_errors(arguments))
     except (Unresolvable, RecursionError) as error:
@@ -152,7 +152,7 @@ def check_arguments(tool: Tool, arguments: Any) -> None:
 
 
 def shorten(text: str, most: int) -> str:
-    """At most about `most` characters: where there are more, the first and the last ones."""
+    """Return a text of at most about `most` characters: of a longer text, the first and last characters."""
     text = text.encode(errors="replace").decode()  # lone surrogates
     cut = len(text) - most
     return text if cut <= 0 else f"{text[: most // 2]}\n[... {cut} characters ...]\n{text[len(text) - most // 2 :]}"

@@ -29,8 +29,8 @@ from megatron_rl.tools.tool import (
 )
 
 # -- environment ---------------------------------------------------------------------------------------------------------
-# The other side of a conversation: it answers the policy's turns, and may say what the conversation was worth.
-# A single turn is the simple case: the environment ends the conversation at the first reply, and the task scores its text.
+# The environment is the other side of a conversation: it answers the policy's turns, and may reward the conversation.
+# A single turn is the simplest case: the environment ends the conversation at the first reply, and the task scores its text.
 
 
 Waiting = Callable[[], AbstractContextManager[Any]]
@@ -41,12 +41,12 @@ class Called(Protocol):
 
     @property
     def name(self) -> str:
-        """The tool's."""
+        """Name of the tool."""
         ...
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As the model gave them, not checked."""
+        """Arguments as the model gave them, not checked."""
         ...
 
 
@@ -60,31 +60,31 @@ class Said(Protocol):
 
     @property
     def final(self) -> str | None:
-        """The answer."""
+        """Final answer; None if there is none."""
         ...
 
     @property
     def malformed(self) -> str | None:
-        """Error in a call."""
+        """Error in a call; None if there is none."""
         ...
 
 
 @dataclass
 class Environment:
-    """The other side of one conversation. `respond` answers each turn until it gives None."""
+    """The other side of one conversation. `respond` answers each turn, until it returns None."""
 
     toolbox: Toolbox
     sessions: dict[str, Any] = field(default_factory=dict)
-    """State of the tools that it has called."""
+    """State of the tools that the conversation has called."""
     seconds: float = 0.0
-    """Time of the last answer's tools."""
+    """Seconds that the tools of the last answer took."""
     waiting: Waiting = nullcontext
-    """Around what waits for a turn: it does not count for the conversation's time limit."""
+    """Context manager around waits, which do not count for the conversation's time limit."""
 
     async def respond(self, turn: Said) -> list[Mapping[str, Any]] | None:
-        """Messages in answer to a reply; None where the conversation has ended. Errors: ToolLost.
+        """Return the messages that answer a reply, or None if the conversation has ended. Errors: ToolLost.
 
-        Here: results of calls, or what is wrong with one; a final answer ends it.
+        This class answers with results of calls, or with the error of a malformed call; a final answer ends the conversation.
         """
         if turn.malformed is not None:
             return [{"role": "tool", "content": f"Error: {turn.malformed}"}]
@@ -94,7 +94,7 @@ class Environment:
         try:
             async with asyncio.TaskGroup() as group:
                 results = [group.create_task(self._call(call)) for call in turn.calls]
-        except BaseExceptionGroup as lost:  # the others are ended: nothing is called in a conversation that is over
+        except BaseExceptionGroup as lost:  # the other calls are canceled, because the conversation is over
             raise lost.exceptions[0] from None
         self.seconds = time.monotonic() - begun
         return [{"role": "tool", "content": result.result()} for result in results]
@@ -106,11 +106,11 @@ class Environment:
             return shorten(f"Error: {error}", self.toolbox.config.max_tool_response)
 
     def reward_parts(self) -> dict[str, float]:
-        """Reward parts that the environment knows itself; a task whose parts it has all does not score the answer."""
+        """Return reward parts that the environment knows. If these are all parts of a task, it does not score the answer."""
         return {}
 
     async def close(self) -> None:
-        """End the conversation's state."""
+        """End the state of the conversation."""
         await self.toolbox.end(self.sessions)
 
 
@@ -123,7 +123,7 @@ TOOLS: dict[str, type[Tool]] = {"calculator": Calculator, "python": PythonTool, 
 
 
 def make_tool(name: str, options: dict[str, Any]) -> Tool:
-    """The tool that agent.tools names: built in, a class of the user's, or a function. Errors: UserError."""
+    """Return the tool that agent.tools names: built in, a class of the user's, or a function. Errors: UserError."""
     found = resolve("tool", name, TOOLS, "agent.tools")
     if not inspect.isclass(found):
         if options:
@@ -134,7 +134,7 @@ def make_tool(name: str, options: dict[str, Any]) -> Tool:
     except TypeError as error:
         raise UserError(f"config: agent.tool_options.{name}: {error}") from None
     if not isinstance(tool, Tool):
-        raise UserError(f"config: agent.tools: {name} is no megatron_rl.tools.tool.Tool")
+        raise UserError(f"config: agent.tools: {name} is not a megatron_rl.tools.tool.Tool")
     return tool
 
 
@@ -143,14 +143,14 @@ class _Held:
     state: Any
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     over: bool = False
-    """A call has failed for reasons that are not the model's: no other one is begun."""
+    """True if a call has failed through no fault of the model; no further call is started."""
 
 
 class Toolbox:
-    """All tools by name, with their limits. `open` and `close` are called from the run's thread, the rest in its event loop."""
+    """All tools by name, with their limits. The run's thread calls `open` and `close`; the rest runs in its event loop."""
 
     def __init__(self, config: AgentConfig, more: Sequence[Tool] = ()) -> None:
-        """more: tools that the task brings along. Errors: UserError for names and options that do not fit."""
+        """more: tools of the task. Errors: UserError for wrong names or options."""
         self.config = config
         if unknown := set(config.tool_options) - set(config.tools):
             name = min(unknown)
@@ -163,7 +163,7 @@ class Toolbox:
         self._servers: list[Any] = []
 
     def open(self) -> None:
-        """Open all tools. Errors: UserError saying which one does not, and the remedy."""
+        """Open all tools. Errors: UserError that names the tool that fails, and the remedy."""
         try:
             self.loop.run(self._open())
         except ToolLost as error:
@@ -194,7 +194,7 @@ class Toolbox:
             for thing in [*self.tools.values(), *self._servers]:
                 try:
                     await thing.close()
-                except Exception as error:  # the others are closed too
+                except Exception as error:  # the other tools are closed too
                     log.warning("closing %s: %s: %s", getattr(thing, "name", thing), type(error).__name__, error)
 
         try:
@@ -204,17 +204,17 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as templates want them."""
+        """The tools in the form of chat templates."""
         return [tool.schema for tool in self.tools.values()]
 
     async def call(
         self, name: str, arguments: dict[str, Any], sessions: dict[str, Any], waiting: Waiting = nullcontext
     ) -> str:
-        """The observation of a call. sessions: the conversation's state of each tool, by name, filled here.
+        """Return the observation of a call. sessions: the conversation's state of each tool, by name, filled by this method.
 
-        waiting: around the wait for other conversations' calls.
+        waiting: context manager around the wait for calls of other conversations.
 
-        Errors: ToolError where the call is the model's fault; ToolLost where the tool fails.
+        Errors: ToolError if the call is the model's fault; ToolLost if the tool fails.
         """
         tool = self.tools.get(name)
         if tool is None:
@@ -223,7 +223,7 @@ class Toolbox:
         if name not in sessions:
             sessions[name] = _Held(tool.session())
         held = sessions[name]
-        # Calls of one reply that share a state come one after the other: none waits at the expense of its own time.
+        # Calls of one reply that share a state run one after the other, and the wait does not count for their time limits.
         async with held.turn if held.state is not None else nullcontext():
             with waiting():
                 await self._free.acquire()
@@ -238,7 +238,7 @@ class Toolbox:
                 self._free.release()
 
     async def _answer(self, tool: Tool, arguments: dict[str, Any], state: Any) -> str:
-        """Call a tool within its time limit; its own errors are no fault of the model's.
+        """Call a tool within its time limit; the tool's own errors are not the model's fault.
 
         Errors: ToolError, ToolLost.
         """
@@ -254,7 +254,7 @@ class Toolbox:
             raise ToolLost(f"tool {tool.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
     async def end(self, sessions: dict[str, Any]) -> None:
-        """End a conversation's state of each tool."""
+        """End the conversation's state of each tool."""
         for name, held in sessions.items():
             try:
                 await self.tools[name].end(held.state)

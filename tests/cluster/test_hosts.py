@@ -154,13 +154,13 @@ def test_a_servers_host_is_lost_and_comes_back(hosts, config):
     hosts.cut(3)
     hosts.end(3)
     gone = f"http://{hosts.address(3)}"
-    job.wait_for(lambda: "going on with 1 server\n" in job.said(), "the lost one is left out")
+    job.wait_for(lambda: "continuing with 1 server\n" in job.said(), "the lost one is left out")
     assert gone in job.said()
     job.more_steps(3, "steps with the other server")
     hosts.join(3)
     serve(hosts, 3, config)
     job.wait_for(
-        lambda: " is here, and gets the weights before its first request" in job.said(), "the one that is back"
+        lambda: " has joined, and gets the weights before its first request" in job.said(), "the one that is back"
     )
     job.more_steps(3, "steps with both, whose checksums are compared in each push")
     job.finish()

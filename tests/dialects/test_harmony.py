@@ -627,7 +627,7 @@ def test_the_prompt_is_the_same_every_day_and_options_are_lines_of_it():
         dialect("qwen", small, reasoning_effort="high")
     dated = dialect("harmony", small, conversation_start_date=datetime.date(2026, 11, 25))  # as YAML reads it
     assert dated._system.conversation_start_date == "2026-11-25"
-    with pytest.raises(UserError, match="functions with a name alone"):
+    with pytest.raises(UserError, match="needs a name for every function"):
         harmony().prompt(asked, [{"type": "custom", "custom": {"name": "f"}}])
     with pytest.raises(UserError, match="harmony has no role 'narrator'"):
         harmony().prompt([{"role": "narrator", "content": "hi"}])

@@ -127,7 +127,7 @@ def test_another_tokenizer_learns_the_texts_and_no_tokens(config, sampled, tiny_
     try:
         assert main(["sft", str(config), "--name", "other", *other]) == 2
         refused = capsys.readouterr().err
-        assert "demonstrations.jsonl:" in refused and "set data.tokens_key: null to learn the texts" in refused
+        assert "demonstrations.jsonl:" in refused and "set data.tokens_key: null to learn from the texts" in refused
     finally:
         parallel.shutdown()
     forked("sft", str(config), "--name", "other", *other, "--data.tokens_key", "null", "--steps", "1")

@@ -96,7 +96,7 @@ WRONG = {
     ),
     "speculation": (
         {"pruning": {"enabled": False}},
-        "runs with --speculative-algorithm EAGLE, which goes past the record of routes",
+        "runs with --speculative-algorithm EAGLE, which bypasses the record of routes",
         {"speculative_algorithm": "EAGLE"},
     ),
     "gpt-oss's own runner": (
@@ -106,7 +106,7 @@ WRONG = {
     ),
     "Hopper's own attention": (
         {},
-        "runs with --attention-backend fa3, which does not compute in fp32: triton does",
+        "runs with --attention-backend fa3, which does not compute in fp32: use triton",
         {"device": "cuda", "attention_backend": "fa3"},
     ),
     "seeds under top-p": (

@@ -119,7 +119,7 @@ def test_a_server_that_missed_a_push_is_named(claimant):
     claimant.engine.push(claimant.run.trainer, version=4)
     claimant.label("default")
     said = refusal(claimant, 4)
-    assert "8 responses are not of version '4', pushed last; that to prompt '" in said
+    assert "8 responses are not from version '4' (last push): the response to prompt '" in said
     assert re.search(r"has tokens 0 to \d from 'default'", said)
     pushed = version_of(claimant.run.id, 4)
     assert f"version '{pushed}' was pushed last, and {claimant.server.address} has 'default'" in said
@@ -164,7 +164,7 @@ def test_responses_of_two_versions_are_named(claimant, monkeypatch):
     assert ready.wait(60)
     said = refusal(claimant, 6)
     pushing.join(60)
-    assert re.search(r"that to prompt '\S+' has tokens [1-9]\d* to \d+ from 'theirs'", said)
+    assert re.search(r"the response to prompt '\S+' has tokens [1-9]\d* to \d+ from 'theirs'", said)
     assert f"and {claimant.server.address} has '{version_of(engine.run.id, 'theirs')}'" in said
     stale = figures(engine.metrics())["rollout/stale"]
     assert 0 < stale <= 1

@@ -389,7 +389,7 @@ def test_shared_memory_that_is_full_is_named_with_what_is_free(tmp_path, monkeyp
     log = tmp_path / "sglang.log"
     log.write_text(f"starting\n{line}\nKeyError: what comes of it\n")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free={"/dev/shm": 4096}[folder]))
-    assert "SIGBUS, as where /dev/shm is full: it has 4,096 bytes free" in reason_of_death(log)
+    assert "SIGBUS, as happens if /dev/shm is full: it has 4,096 bytes free" in reason_of_death(log)
     log.write_text(f"starting\n{line.replace('-7', '-9').replace('Bus error', 'Aborted')}\n")
     assert "/dev/shm" not in reason_of_death(log)
 

@@ -128,8 +128,8 @@ def test_both_sides_have_the_same_nccl_setting(tmp_path, monkeypatch):
             {"routes": True},
             "has --moe-runner-backend triton_kernel, but .* triton",
         ),
-        (["--trust-remote-code"], {}, "has --trust-remote-code, which runs what a model's folder brings along"),
-        (["--trust"], {}, "has --trust, which runs what"),
+        (["--trust-remote-code"], {}, "has --trust-remote-code, which runs code from the model's folder"),
+        (["--trust"], {}, "has --trust, which runs code"),
         (
             ["--moe-runner-backend=flashinfer_trtllm"],
             {},

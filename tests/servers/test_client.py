@@ -315,8 +315,8 @@ def test_replies_of_another_form_are_refused(one):
         ([4, None], "output_ids: a list of whole numbers"),
         ([[4], [9]], "output_ids: a list of whole numbers"),
         (None, "output_ids: a list of whole numbers"),
-        ([], r"has 0 tokens \(finish_reason: length\), of 2 that"),
-        ([4, 9, 9], "has 3 tokens .* of 2 that"),
+        ([], r"has 0 tokens \(finish_reason: length\), but 1 to 2 were requested"),
+        ([4, 9, 9], "has 3 tokens .* but 1 to 2 were"),
     ],
 )
 def test_tokens_that_no_such_request_gives_are_refused(ids, message):

@@ -186,6 +186,6 @@ def test_another_users_server_is_not_told_the_key(serve, join, tmp_path):
     os.chown(tmp_path / "a.address", 65534, 65534)
     assert servers.known() == servers.known() == []
     assert said == [
-        f"rollout: {tmp_path}/a.address is another user's, and its server is not used: set rollout.api_key to use it"
+        f"rollout: {tmp_path}/a.address belongs to another user, and its server is not used: set rollout.api_key to use it"
     ]
     assert join("ours")[0].known() == [address]

@@ -165,7 +165,7 @@ def test_a_message_without_bounds_ends_its_server_and_holds_up_nobody(tmp_path, 
     finally:
         box.close()
     said = capfd.readouterr().err.splitlines()
-    assert sum("lines that are no messages; they are left out: b'no message\\n'" in line for line in said) == 3, (
+    assert sum("lines that are no messages; they are ignored: b'no message\\n'" in line for line in said) == 3, (
         "once each"
     )
     assert not any("Traceback" in line for line in said)

@@ -195,7 +195,7 @@ def test_nothing_of_a_schema_is_fetched_from_the_network():
 )
 def test_a_schema_that_is_none_is_told_at_the_start(parameters):
     box = Toolbox(AgentConfig(), [with_parameters(parameters)])
-    with pytest.raises(UserError, match=r"agent\.tools: the parameters of given are no JSON schema"):
+    with pytest.raises(UserError, match=r"agent\.tools: the parameters of given are no valid JSON schema"):
         box.open()
 
 
@@ -317,7 +317,7 @@ def test_search_finds_passages_by_their_words(tmp_path):
 
 
 def test_a_folder_without_documents_is_told_at_the_start(tmp_path):
-    with pytest.raises(UserError, match="no folder with documents"):
+    with pytest.raises(UserError, match="not a folder with documents"):
         Toolbox(AgentConfig(tools=["search"], tool_options={"search": {"folder": str(tmp_path)}})).open()
     assert issubclass(Search, Tool)
 

@@ -57,7 +57,7 @@ declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-ver
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
     [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
 # What the trainer's environment depends on besides its lists: the package's own build.
-declare -A build=([trainer]="setup.py pyproject.toml csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
+declare -A build=([trainer]="setup.py pyproject.toml tools/build_backend.py csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
     [suites]="requirements/suites")
 # An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
 # nothing is remembered: a driver that is installed later is noticed.

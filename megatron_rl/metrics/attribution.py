@@ -6,12 +6,14 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.table import Column, Table
-from torch import Tensor
 
-from megatron_rl.algorithms.segments import Segments
+if TYPE_CHECKING:  # the report reads what there is, without torch
+    from torch import Tensor
+
+    from megatron_rl.algorithms.segments import Segments
 
 ATTRIBUTION_FILE = "attribution.json"
 
@@ -52,6 +54,8 @@ def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
 
     A token that a removal brings into the safe set, or takes out of it, says nothing of the source.
     """
+    import torch
+
     common = before.isfinite() & after.isfinite()
     values = (torch.where(common, value, 0.0) for value in (before, after, torch.ones_like(before)))
     return torch.stack(segments.sums(*values))

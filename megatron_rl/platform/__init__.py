@@ -32,6 +32,8 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     Errors: UserError where there is a GPU and a Transformer Engine or an Apex that cannot work; RuntimeError when
     Megatron was imported before.
     """
+    if importlib.util.find_spec("torch") is None:
+        return frozenset()  # Megatron cannot be imported either: for plans, which need neither
     active = sys.modules.get("megatron_rl.platform.megatron.loader")
     if active is not None and (finder := active.installed()):
         return finder.missing

@@ -1,0 +1,4 @@
+"""Classes of tokens by the trainer's probability of them, in which the mismatch is counted. No torch: reports read them too."""
+
+BELOW = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 1.0)
+"""Upper ends of the classes."""

@@ -193,7 +193,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "setup": Command(
         BEFORE, "make the environments that train and serve, with the packages and kernels that are missing here",
-        "megatron_rl.run.setup:setup_command", more=" It calls tools/setup.sh, whose flags it takes.",
+        "megatron_rl.run.setup:setup_command", more=" A second call finds nothing to do.",
         flags=(
             _flag("--into", "folder for them where megatron_rl was installed from a wheel (./megatron-rl-VERSION)",
                   type=Path, metavar="FOLDER"),

@@ -74,7 +74,7 @@ expect() { # STATUS TEXT COMMAND...
 }
 expect 0 megatron-rl --help
 expect 1 "megatron-rl setup" doctor --json
-expect 0 rollout.server.port keys rollout.server
+expect 0 rollout.server.python keys rollout.server
 expect 0 "30.53 B parameters" plan config.yaml
 expect 0 "run_job" launch slurm config.yaml --nodes 2 --dry-run
 expect 0 "2 of 2" status run

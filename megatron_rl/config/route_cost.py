@@ -1,4 +1,4 @@
-"""What tables of routes cost, in arithmetic: for plans, which are made without torch."""
+"""Cost of tables of routes, in arithmetic: plans are made without torch."""
 
 from typing import NamedTuple
 

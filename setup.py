@@ -2,6 +2,8 @@
 
 The CPU part is always built. An extension's CUDA part is built if nvcc and a CUDA build of torch with the same major version
 are installed; the build needs no GPU. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
+
+The extras are the lists in requirements/. A wheel also holds the files from which `megatron-rl setup` makes environments (SOURCE).
 """
 
 import os
@@ -11,13 +13,69 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools.command.build_py import build_py
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:  # an sdist and the metadata are made without it
+    from setuptools import Extension as CppExtension
+    from setuptools.command.build_ext import build_ext
+
+    class BuildExtension(build_ext):
+        def build_extensions(self) -> None:
+            raise SystemExit(
+                "megatron_rl: torch is missing, against which the kernels are compiled: install the one of"
+                " requirements/trainer.txt, or build without --no-build-isolation"
+            )
+
 
 NAMES = ("masked_log_softmax", "sink_attention", "batch_invariant")
 ARCHITECTURES = ("80", "90a")
 CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized", "-g0"]
+
+
+SOURCE = (
+    *(
+        "LICENSE",
+        "MANIFEST.in",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+        "configs",
+        "csrc",
+        "examples",
+        "requirements",
+    ),
+    *("tools", "sglang_plugin/README.md", "sglang_plugin/pyproject.toml"),
+)
+"""What a checkout has beside the packages and `megatron-rl setup` needs: it goes into the wheel's megatron_rl/source/."""
+EXTRAS = {"trainer": "trainer", "rollout": "rollout", "gpu": "gpu", "dev": "test"}
+"""Extra -> its list in requirements/."""
+APART = ("megatron-bridge", "transformer-engine-torch", "nvidia-mmath")
+"""Left out of the extras, as pip could not install them beside the rest: docs/install.md says how they get there."""
+
+
+def extra(name: str) -> list[str]:
+    pins = Path("requirements", f"{name}.txt").read_text().splitlines()
+    return [pin for pin in pins if pin.split("==")[0] not in APART]
+
+
+class BuildPackages(build_py):
+    """Copies SOURCE beside the modules, but where those of the checkout are used themselves."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in SOURCE:
+            place = Path(name)
+            for path in [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.is_file()):
+                if "__pycache__" not in path.parts:
+                    target = Path(self.build_lib, "megatron_rl", "source", path)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(path, target)
 
 
 def find_nvcc() -> str | None:
@@ -111,4 +169,8 @@ def declare(name: str) -> CppExtension:
     )
 
 
-setup(ext_modules=[declare(name) for name in NAMES], cmdclass={"build_ext": Build})
+setup(
+    ext_modules=[declare(name) for name in NAMES],
+    extras_require={name: extra(file) for name, file in EXTRAS.items()},
+    cmdclass={"build_ext": Build, "build_py": BuildPackages},
+)

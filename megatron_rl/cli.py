@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl import __version__
 from megatron_rl.credentials import hide
 from megatron_rl.errors import UserError
+from megatron_rl.run.setup import at_hand
 from megatron_rl.run.torchrun import needs_torchrun, torchrun
 from megatron_rl.servers.supervise import follow_parent
 
@@ -179,11 +180,31 @@ def _certified(config: Config, args: argparse.Namespace) -> Config:
     return certified(config, args.prompts, args.tokens)
 
 
+def _setup(command: Command, args: argparse.Namespace, _: list[str], words: list[str]) -> int | None:
+    flags = [flag for flag, settings in command.flags if settings.get("action") == "store_true" and flag in words]
+    return pkgutil.resolve_name(command.function)(args.into, flags)
+
+
 # fmt: off
 COMMANDS: dict[str, Command] = {
     "doctor": Command(
         BEFORE, "show what is installed, and which features each missing part disables", "megatron_rl.run.doctor:doctor",
         flags=(_switch("--json", "print JSON"),), passes=("json",), mostly_imports=True,
+    ),
+    "setup": Command(
+        BEFORE, "make the environments that train and serve, with the packages and kernels that are missing here",
+        "megatron_rl.run.setup:setup_command", more=" A second call finds nothing to do.",
+        flags=(
+            _flag("--into", "folder for them where megatron_rl was installed from a wheel (./megatron-rl-VERSION)",
+                  type=Path, metavar="FOLDER"),
+            _switch("--trainer-only", "leave out SGLang's environment"),
+            _switch("--verifiers", "one for data.task: verifiers:NAME too"),
+            _switch("--suites", "one with tests of others too, for a checkout"),
+            _switch("--gpu", "packages for GPUs too (the default where there is one)"),
+            _switch("--no-gpu", "leave them out, also where there is a GPU"),
+            _switch("--force", "make the environments anew"),
+        ),
+        call=_setup,
     ),
     "keys": Command(
         BEFORE, "list the config keys with their defaults and meanings", "megatron_rl.config.reference:print_keys",
@@ -380,12 +401,22 @@ def main(arguments: list[str] | None = None) -> int:
                 f"megatron-rl-sglang is not installed: run tools/setup.sh, or {sys.executable} -m pip install"
                 " --no-deps ./sglang_plugin"
             )
+        if find_spec("torch") is None:  # or transformers says that it has none
+            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
         _say_once(str(error))
         # Other ranks may wait in a collective for this rank: exit without the interpreter's orderly shutdown.
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(2)
+        return 2
+    except ModuleNotFoundError as error:
+        if find_spec("megatron") is not None:
+            raise
+        _say_once(
+            f"{args.command} needs the trainer's environment, and this one has no {(error.name or '').partition('.')[0]}:"
+            " tools/setup.sh makes it, with a megatron-rl of its own"
+        )
         return 2
     except KeyboardInterrupt:
         print("megatron-rl: interrupted", file=sys.stderr)
@@ -433,7 +464,7 @@ def _say_once(problem: str) -> None:
         except OSError:
             pass  # better printed twice than never
     of_rank = f" (rank {rank})" if rank != "0" else ""
-    print(f"megatron-rl: error{of_rank}: {hide(' '.join(problem.splitlines()))}", file=sys.stderr, flush=True)
+    print(f"megatron-rl: error{of_rank}: {hide(at_hand(' '.join(problem.splitlines())))}", file=sys.stderr, flush=True)
 
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:

@@ -57,7 +57,7 @@ declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-ver
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
     [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
 # Further inputs of each environment: files that its builds read.
-declare -A build=([trainer]="setup.py pyproject.toml csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
+declare -A build=([trainer]="setup.py pyproject.toml tools/build_backend.py csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""
     [suites]="requirements/suites")
 # An environment for GPUs keeps its GPU parts when a machine without a GPU, such as a login node, calls this script. If no
 # GPU was found, nothing is remembered, so that a later installed driver is noticed.

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <atomic>
@@ -218,6 +219,7 @@ std::tuple<Tensor, Tensor> rotary(int64_t positions, const Tensor& frequencies) 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.attr("torch") = TORCH_VERSION; // another release may lay its classes out otherwise
     m.def("product", &product);
     m.def("square_sums", &square_sums);
     m.def("scale_rows", &scale_rows);

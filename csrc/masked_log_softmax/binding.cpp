@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <limits>
 
@@ -179,6 +180,7 @@ void gradient(const Tensor& logits, const Tensor& targets, int64_t first_column,
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    module.attr("torch") = TORCH_VERSION; // another release may lay its classes out otherwise
     using namespace pybind11::literals;
 #ifdef WITH_CUDA
     module.attr("cuda") = true;

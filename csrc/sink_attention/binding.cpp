@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <cmath>
@@ -255,6 +256,7 @@ std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> flash_backward(
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    module.attr("torch") = TORCH_VERSION; // another release may lay its classes out otherwise
     using namespace pybind11::literals;
 #ifdef WITH_CUDA
     module.attr("cuda") = true;

@@ -54,7 +54,7 @@ def stage_activations(
 
     recompute: model.recompute; train: precision.train. tokens: tokens of a micro-batch on one rank.
     """
-    layers, width = stage_layers(shape, parallel, stage), TRAIN[train].dtype.itemsize
+    layers, width = stage_layers(shape, parallel, stage), TRAIN[train].width
     if recompute == "full":
         stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
     else:
@@ -135,7 +135,7 @@ def layer_work(
     kernels: Kernels,
 ) -> dict[str, int]:
     """Return the temporaries of one layer's backward pass: recomputed tensors, gradients, and copies of tokens for experts."""
-    width, full = TRAIN[train].dtype.itemsize, recompute == "full"
+    width, full = TRAIN[train].width, recompute == "full"
     own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
     imbalance = IMBALANCE if parallel.expert > 1 else 1.0
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // parallel.tensor
@@ -169,7 +169,7 @@ def head_work(
     There are two sums, one for the head's weight (fp32) and one for the hidden states. chunk_tokens:
     model.head_chunk_tokens; tensor: parallel.tensor.
     """
-    width = TRAIN[precision.train].dtype.itemsize
+    width = TRAIN[precision.train].width
     rows = shape.padded_vocab(tensor) // tensor
     chunk = min(chunk_tokens, tokens)
     fp32_logits = precision.fp32_lm_head or precision.identical

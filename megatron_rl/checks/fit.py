@@ -199,7 +199,7 @@ class Remedy:
 
 def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -> list[tuple[str, Any]]:
     """Return changes that save optimizer or gradient memory and that the rest of the config allows (key_rules.MEMORY)."""
-    if TRAIN[train].dtype.itemsize == 4:
+    if TRAIN[train].width == 4:
         return []
     offload = sharded and vp2o.trust_region is None
     tries: list[tuple[str, Any]] = [("optimizer.cpu_offload", 1.0)] if offload and not opt.precision_aware else []

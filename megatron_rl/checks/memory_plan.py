@@ -38,12 +38,14 @@ from megatron_rl.config.plan import (
     expert_tensor_size,
     make_plan,
     pipeline_bubble,
+    policy_needs,
     reference_of,
 )
+from megatron_rl.config.route_cost import cache_cost, id_bytes
 from megatron_rl.errors import UserError
 from megatron_rl.models.freeze import ADAPTER, is_frozen
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
-from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
+from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN, WIDTHS
 from megatron_rl.models.shape import (
     Counts,
     Shape,
@@ -55,9 +57,7 @@ from megatron_rl.models.shape import (
     stage_layers,
     whole_model,
 )
-from megatron_rl.routing.table import cache_cost, route_dtype
 from megatron_rl.sync.transports import transport_class
-from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -187,7 +187,7 @@ def stage_usage(
         own = replace(shape, tied=False, **head) if same else Shape.from_config(read_hf_config(folder or ""), **head)
         return rank_weights(own, parallel, stage, transformer_engine=built_in, lora=lora)
 
-    critic, width = 0, TRAIN[precision.train].dtype.itemsize
+    critic, width = 0, TRAIN[precision.train].width
     if config.algorithm.advantage == "gae":
         own, held = critic_config(config), with_head(config.critic.path, config.lora)
         learned = trained_weights(own.lora, own.model.freeze, held)
@@ -208,7 +208,7 @@ def stage_usage(
             shape,
             moe_layers,
             tokens,
-            scores="old_log_probs" in Policy(config).needs,
+            scores="old_log_probs" in policy_needs(config),
             referenced=config.algorithm.kl.coefficient > 0,
         )
         | _vp2o_bytes(config.vp2o, precision.train, shape, moe_layers)
@@ -243,7 +243,7 @@ def parameter_bytes(
     fp32. The padding of Megatron's buffers (below 256 bytes per tensor) is left out.
     """
     recipe = TRAIN[precision.train]
-    width = recipe.dtype.itemsize
+    width = recipe.width
     held = count(weights)
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
@@ -274,7 +274,7 @@ def _reference_bytes(folder: str | None, path: str, lora: LoRAConfig, train: str
     """
     own = lora.rank > 0 and Path(folder or "").resolve() == Path(path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
-    return TRAIN[train].dtype.itemsize * held
+    return TRAIN[train].width * held
 
 
 def optimizer_width(opt: OptimizerConfig, train: str) -> float:
@@ -283,7 +283,7 @@ def optimizer_width(opt: OptimizerConfig, train: str) -> float:
     The state has the moments and, if the trained weights are narrower, fp32 weights or the 16 bits that the trained
     weights lack (optimizer.precision_aware). train: precision.train.
     """
-    if TRAIN[train].dtype.itemsize == 4:
+    if TRAIN[train].width == 4:
         return 4 * _moments(opt)
     if opt.precision_aware:
         return 2 + _moments(opt) * (2 if opt.moments == "bf16" else 4)
@@ -365,7 +365,7 @@ def _batch_bytes(
     if not moe_layers:
         return found
     source, share = routing.source, parallel.tensor
-    width = route_dtype(shape.experts).itemsize
+    width = id_bytes(shape.experts)
     of_step = tokens.of_step // share
 
     def table(layers: int, width: int = width) -> int:
@@ -383,7 +383,7 @@ def _batch_bytes(
         cached //= share * parallel.context
         found["features"] = 4 * shape.experts * cached  # logits
         if source in PREDICTING:  # the predictor's bias, and router inputs for all updates except the first
-            inputs = TRAIN[train].dtype.itemsize * shape.hidden * cached
+            inputs = TRAIN[train].width * shape.hidden * cached
             found["features"] += 4 * shape.experts * cached + inputs - inputs // updates_per_step
         found["features"] *= len(moe_layers)
     return found
@@ -400,7 +400,7 @@ def _teacher_bytes(
     """Return the bytes of a teacher and of its outputs for a step, on a rank of a stage."""
     if distillation.teacher is None:
         return 0
-    width, other = TRAIN[train].dtype.itemsize, Shape.from_config(read_hf_config(distillation.teacher))
+    width, other = TRAIN[train].width, Shape.from_config(read_hf_config(distillation.teacher))
     held = width * count(rank_weights(other, parallel, stage, transformer_engine=kernels.transformer_engine))
     if distillation.placement == "loss" and stage == parallel.pipeline - 1:
         held += width * other.hidden * tokens.of_step  # its hidden states for the whole step
@@ -419,7 +419,7 @@ def _vp2o_bytes(vp2o: VP2OConfig, train: str, shape: Shape, moe_layers: list[int
         return {"anchors": 0}
     each = 4 * experts * hidden + 4 * 4 * experts**2  # prototypes; co-activation, attraction, repulsion, kernel
     if vp2o.trust_region is not None:
-        width = TRAIN[train].dtype.itemsize
+        width = TRAIN[train].width
         each += (2 * 4 + width) * experts * hidden  # of SGLang's weights: prototypes, their start vectors, router
         each += vp2o.probe_tokens * (width * hidden + 4 * experts)
     return {"anchors": each * len(moe_layers)}
@@ -432,7 +432,7 @@ def _push_buffers(sync: SyncConfig, rollout: str, shape: Shape) -> int:
     """
     if not transport_class(sync.transport).buffers_on_gpu:
         return 0
-    width = ROLLOUT_DTYPES[rollout].itemsize
+    width = WIDTHS[ROLLOUT_DTYPES[rollout]]
     return 2 * max(int(sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
 
 
@@ -490,7 +490,7 @@ def save_cost(
     optimizer.cpu_offload keeps on the host is written from there. train: precision.train; trained: the trained
     weights of each pipeline stage.
     """
-    width, master = TRAIN[train].dtype.itemsize, _master_width(opt)
+    width, master = TRAIN[train].width, _master_width(opt)
     shared = replace(parallel, distributed_optimizer=True)
     share = max(sharded(shared, weights, gpus) for weights in trained)
     copied = int((master * (1 - opt.cpu_offload) + width) * share)
@@ -506,7 +506,7 @@ def save_cost(
 
 def push_cost(bucket_mb: float, rollout: str, shape: Shape) -> dict[str, int]:
     """Return the bytes of all weights in SGLang's format, and the number of buckets that they fill in the order of layers."""
-    width, fp8 = ROLLOUT_DTYPES[rollout].itemsize, rollout == "fp8"
+    width, fp8 = WIDTHS[ROLLOUT_DTYPES[rollout]], rollout == "fp8"
     capacity = int(bucket_mb * 2**20)
     total, buckets, used = 0, 0, capacity
     for weight in whole_model(shape):

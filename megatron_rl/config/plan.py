@@ -166,3 +166,22 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return parallel.tensor if parallel.expert == 1 else 1
+
+
+def ratio_from_old(config: Config) -> bool:
+    """True if the policy's ratio starts from stored log-probs, not its own (one update: 1) or the engine's (bypass)."""
+    return config.batch.updates > 1 and not config.correction.bypass
+
+
+def policy_needs(config: Config) -> frozenset[str]:
+    """Fields (`data.sequence.FIELDS`) that have to be computed before the updates of a policy."""
+    algorithm, teacher = config.algorithm, config.distillation
+    of_tokens = algorithm.entropy_reward > 0 or (algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward")
+    pays = teacher.placement == "advantage"
+    wanted = {
+        "old_log_probs": ratio_from_old(config) or of_tokens or (config.teaches and pays),
+        "reference_log_probs": algorithm.kl.coefficient > 0,
+        "teacher_log_probs": teacher.teacher is not None and pays,  # a server has told them before
+        "teacher_hidden": teacher.teacher is not None and teacher.placement == "loss",
+    }
+    return frozenset(name for name, needed in wanted.items() if needed)

@@ -6,12 +6,14 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.table import Column, Table
-from torch import Tensor
 
-from megatron_rl.algorithms.segments import Segments
+if TYPE_CHECKING:  # the report reads what there is, without torch
+    from torch import Tensor
+
+    from megatron_rl.algorithms.segments import Segments
 
 ATTRIBUTION_FILE = "attribution.json"
 
@@ -53,6 +55,8 @@ def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
     Only tokens count that are finite in both. A token that enters or leaves the safe set by a removal says nothing about the
     source.
     """
+    import torch
+
     common = before.isfinite() & after.isfinite()
     values = (torch.where(common, value, 0.0) for value in (before, after, torch.ones_like(before)))
     return torch.stack(segments.sums(*values))

@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_rl.config import Config
 from megatron_rl.credentials import bearer, hidden, key_of
-from megatron_rl.distributed.processes import is_loopback
 from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -238,6 +237,8 @@ class RunLogger:
         run, port = self.config.name, self.config.logging.prometheus_port or 0
         address, setting = self.config.logging.prometheus_address, "logging.prometheus_api_key"
         key = key_of(self.config.logging.prometheus_api_key, setting)
+        from megatron_rl.distributed.processes import is_loopback
+
         if not key and not is_loopback(address):
             raise UserError(
                 f"config: {setting}: everybody who reaches {address} would see the metrics; set it to where a key is"

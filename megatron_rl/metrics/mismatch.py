@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.correction import effective_sample_size
+from megatron_rl.metrics.classes import BELOW
 
 LIMIT = 20.0
 """Limit to which d is clamped: e^20 = 5e8."""
@@ -25,8 +26,6 @@ FINEST = 1e-6
 SPAN = math.asinh(LIMIT / FINEST)
 VALUES = np.sinh(np.arange(-HALF, HALF + 1) * (SPAN / HALF)) * FINEST
 """Value of d that each bin stands for."""
-BELOW = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 1.0)
-"""Upper ends of the classes of p."""
 TAIL = 0.01
 """Largest p of a token in the tail."""
 CERTAIN = 1e-3

@@ -24,7 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.families import family_of
 from megatron_rl.models.parallel_check import reason
-from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.models.precision import ROLLOUT_DTYPES, torch_dtype
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3
@@ -365,7 +365,7 @@ def check_served(path: str, precision: str, server: ServerConfig, hf_config: Pre
             f" plain weights: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
     dtype = getattr(hf_config, "dtype", None)
-    if family.served_in_folder_dtype and dtype not in (None, ROLLOUT_DTYPES[precision]):
+    if family.served_in_folder_dtype and dtype not in (None, torch_dtype(ROLLOUT_DTYPES[precision])):
         found = str(dtype).removeprefix("torch.")
         raise UserError(
             f"model {path}: SGLang serves {name} only in the dtype of config.json, which is {found}, but precision.rollout is"

@@ -11,13 +11,15 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from packaging.version import Version
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:  # the plan of a run needs no torch
+    import torch
 
 Capability = tuple[int, int]
 """Compute capability of a GPU, for example (9, 0) for Hopper."""
@@ -27,8 +29,8 @@ Capability = tuple[int, int]
 class PrecisionRecipe:
     """Number formats of the trainer. FP8 recipes have the same parameters, optimizer and master weights as bf16."""
 
-    dtype: torch.dtype
-    """Dtype of the parameters."""
+    dtype_name: str
+    """torch's name of the parameters' dtype."""
     fp8_recipe: str = ""
     """Megatron's fp8_recipe; empty for no FP8."""
     fp8: Literal["", "e4m3", "hybrid"] = ""
@@ -48,11 +50,32 @@ class PrecisionRecipe:
     near: tuple[str, ...] = ()
     """Other recipes, the most similar first."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return torch_dtype(self.dtype_name)
 
-_FP8: dict[str, Any] = {"dtype": torch.bfloat16, "multiple": 16}
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter."""
+        return WIDTHS[self.dtype_name]
+
+
+WIDTHS = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number, by torch's name for its type."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that torch has under a name."""
+    import torch
+
+    return getattr(torch, name)
+
+
+_FP8: dict[str, Any] = {"dtype_name": "bfloat16", "multiple": 16}
 TRAIN: dict[str, PrecisionRecipe] = {
-    "bf16": PrecisionRecipe(torch.bfloat16),
-    "fp32": PrecisionRecipe(torch.float32),
+    "bf16": PrecisionRecipe("bfloat16"),
+    "fp32": PrecisionRecipe("float32"),
     "fp8_delayed": PrecisionRecipe(
         **_FP8, fp8_recipe="delayed", fp8="hybrid", capability=(8, 9), near=("fp8_tensorwise", "fp8_blockwise")
     ),
@@ -85,8 +108,8 @@ TRAIN: dict[str, PrecisionRecipe] = {
         near=("fp8_blockwise", "fp8_tensorwise", "fp8_delayed"),
     ),
 }
-ROLLOUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
-"""Dtype in which the engine computes and stores everything that is not FP8."""
+ROLLOUT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+"""torch's name of the dtype in which the engine computes and stores everything that is not FP8."""
 ROLLOUT_CAPABILITY: Capability = (8, 9)
 """Lowest capability for SGLang's block FP8. Below it, Marlin changes the layout of weights, which no push can fill."""
 SLOW_BF16 = (
@@ -112,6 +135,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the facts about this machine."""
+    import torch
+
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
     return Machine(

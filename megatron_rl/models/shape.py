@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import LoRAConfig, ParallelConfig
 from megatron_rl.config.plan import expert_tensor_size
-from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 from megatron_rl.errors import UserError
 from megatron_rl.models.families import (
     architecture,
@@ -27,6 +25,11 @@ from megatron_rl.models.families import (
     moe_layers,
 )
 from megatron_rl.models.freeze import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
+
+if TYPE_CHECKING:  # plans are made without torch
+    import torch
+
+    from megatron_rl.data.engine_routes import EngineFeatures, EngineRoutes
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
 
@@ -176,6 +179,8 @@ def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRou
 
     Errors: UserError for a dense model, or for more experts than fit beside gates.
     """
+    from megatron_rl.data.engine_routes import EngineRoutes
+
     shape = Shape.from_config(config)
     if not shape.experts:
         raise UserError(f"model: {architecture(config)} is dense: rollout.routes needs a MoE model")
@@ -184,6 +189,8 @@ def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRou
 
 def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatures:
     """Return the format of the router features that SGLang exports, in its dtype. Errors: as `engine_routes`."""
+    from megatron_rl.data.engine_routes import EngineFeatures
+
     routes = engine_routes(config)
     return EngineFeatures(len(routes.moe_layers), config.hidden_size, routes.experts, dtype)
 

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+import torch
+
 from megatron_rl.errors import UserError
 
 try:
@@ -12,6 +14,19 @@ except ImportError as error:
     raise UserError(
         f"megatron_rl's kernels are not built for this Python and torch ({error}). Build them: tools/setup.sh --force"
     ) from None
+
+
+def same_torch(built: str, here: str) -> bool:
+    """True if what was compiled against one release of torch runs with another: patches of one release change no classes."""
+    return built.split(".")[:2] == here.split(".")[:2]
+
+
+for _module in (masked_log_softmax, sink_attention):
+    if not same_torch(getattr(_module, "torch", ""), torch.__version__):
+        raise UserError(
+            f"megatron_rl's kernels are built for torch {getattr(_module, 'torch', 'of another release')}, and this is"
+            f" {torch.__version__}: tools/setup.sh --force builds them anew"
+        )
 
 CAPABILITY = (8, 0)
 """Lowest compute capability for the CUDA part: the oldest architecture that setup.py compiles for."""

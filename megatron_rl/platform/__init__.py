@@ -32,6 +32,8 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     Errors: UserError if there is a GPU and Transformer Engine or Apex is installed but broken; RuntimeError if Megatron was
     imported before.
     """
+    if importlib.util.find_spec("torch") is None:
+        return frozenset()  # Megatron cannot be imported either: for plans, which need neither
     active = sys.modules.get("megatron_rl.platform.megatron.loader")
     if active is not None and (finder := active.installed()):
         return finder.missing

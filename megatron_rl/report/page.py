@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from megatron_rl.report.run_folder import (
     repeated,
     side_by_side,
 )
-from megatron_rl.report.samples import leading
 
 MOST_SAMPLE_STEPS = 12
 MOST_CHARACTERS = 3000
@@ -286,3 +285,22 @@ def _details(sample: dict[str, Any]) -> str:
     shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
     masked = ["not trained on"] if sample.get("masked") else []
     return "\n".join([str(sample.get("finish", "")), *masked, *(shown if len(shown) > 1 else [])])
+
+
+def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
+    """Return a run's responses with the highest reward and the most frequent ones, each with its count over the steps."""
+    found: dict[str, dict[str, Any]] = {}
+    counted: set[tuple[int, str]] = set()
+    for sample in samples:
+        step, text, reward = sample["step"], sample["response"], sample.get("reward")
+        one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": step})
+        if (step, text) not in counted:  # a response to two prompts is listed twice, each time with the whole count
+            counted.add((step, text))
+            one["count"] += sample.get("count", 1)
+        if reward is not None and (one["best"] is None or reward >= one["best"]):
+            one |= {"sample": sample, "best": reward}
+        one["last"] = step
+    scored = [one for one in found.values() if one["best"] is not None]
+    paid = sorted(scored, key=lambda o: (-o["best"], -o["count"], -o["last"]))
+    frequent = sorted((o for o in found.values() if o["count"] > 1), key=lambda o: -o["count"])
+    return {"Highest reward": paid[:most], "Most frequent": frequent[:most]}

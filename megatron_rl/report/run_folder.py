@@ -19,8 +19,8 @@ from rich.text import Text
 from megatron_rl.config.load import parse_yaml, yaml_problem
 from megatron_rl.credentials import hidden
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.classes import BELOW
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, read_json_lines
-from megatron_rl.metrics.mismatch import BELOW
 
 Lines = Sequence[Mapping[str, Any]]
 """Records of one run's metrics.jsonl."""

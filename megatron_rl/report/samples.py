@@ -39,25 +39,6 @@ def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[P
     return {place: counts[place[1]] for place in list(dict.fromkeys(chosen))[:most]}
 
 
-def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """Return a run's responses with the highest reward and the most frequent ones, each with its count over the steps."""
-    found: dict[str, dict[str, Any]] = {}
-    counted: set[tuple[int, str]] = set()
-    for sample in samples:
-        step, text, reward = sample["step"], sample["response"], sample.get("reward")
-        one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": step})
-        if (step, text) not in counted:  # a response to two prompts is listed twice, each time with the whole count
-            counted.add((step, text))
-            one["count"] += sample.get("count", 1)
-        if reward is not None and (one["best"] is None or reward >= one["best"]):
-            one |= {"sample": sample, "best": reward}
-        one["last"] = step
-    scored = [one for one in found.values() if one["best"] is not None]
-    paid = sorted(scored, key=lambda o: (-o["best"], -o["count"], -o["last"]))
-    frequent = sorted((o for o in found.values() if o["count"] > 1), key=lambda o: -o["count"])
-    return {"Highest reward": paid[:most], "Most frequent": frequent[:most]}
-
-
 # -- responses -----------------------------------------------------------------------------------------------------------
 # Trajectories in readable form: one JSON line for each response.
 

@@ -23,7 +23,7 @@ from megatron_rl.data.trajectory import Trajectory, file_of, save_trajectories
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
 from megatron_rl.models.hf_folder import check_served
-from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.models.precision import ROLLOUT_DTYPES, torch_dtype
 from megatron_rl.models.shape import engine_features, engine_routes
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.colocation import Colocation
@@ -81,7 +81,7 @@ class Engine:
         self._children = LocalServers(self.config, [], sleeps=False)  # rank 0 may replace this with servers
         rollout = self.config.rollout
         self._shares = rollout.colocate and self.trains and not rollout.load
-        self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
+        self._dtype = torch_dtype(ROLLOUT_DTYPES[self.config.precision.rollout])
         sections, model = (rollout, self.config.routing), run.hf_config
         self._routes = engine_routes(model, gates=asks_gates(*sections)) if asks_routes(*sections) else None
         self._features = engine_features(model, self._dtype) if feature_stride(*sections) else None

@@ -1,8 +1,9 @@
 """Expert routes over time: prediction, recording, replay and comparison."""
 
+from megatron_rl.config.route_cost import cache_cost
 from megatron_rl.platform import activate
 from megatron_rl.routing.predictor import RoutePredictor, predictive_loss
-from megatron_rl.routing.table import cache_cost, topk_agreement
+from megatron_rl.routing.table import topk_agreement
 
 activate()  # before any module here imports Megatron
 

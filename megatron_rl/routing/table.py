@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.config.route_cost import id_bytes
 from megatron_rl.ops.device import upload
 
 NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
@@ -18,7 +19,7 @@ NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
 
 def route_dtype(experts: int) -> torch.dtype:
     """Return uint8 if 255 is free for the sentinel (ids 0..254), else int16."""
-    return torch.uint8 if experts <= 255 else torch.int16
+    return torch.uint8 if id_bytes(experts) == 1 else torch.int16
 
 
 def has_route(routes: torch.Tensor) -> torch.Tensor:
@@ -222,42 +223,3 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return half the sum of |p - q| over the last dimension: the soft router staleness of Pr2, Appendix B.2."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-
-
-# -- cost ----------------------------------------------------------------------------------------------------------------
-# Memory and work of replay and prediction, computed from shapes.
-
-
-class CacheCost(NamedTuple):
-    """Cost of Pr2 for one response, as in Table 3 of the paper."""
-
-    index_bytes: int
-    """Bytes of the replayed expert ids of all tokens."""
-    feature_bytes: int
-    """Bytes of the predictors' training data: router inputs (bf16) and logits (fp32) of the cached tokens."""
-    flops_per_token: int
-    """Floating-point operations of the predictors per token, while routes are recorded."""
-
-
-def cache_cost(
-    layers: int, hidden: int, experts: int, topk: int, tokens: int, cached_tokens: int, *, index_bytes: int = 4
-) -> CacheCost:
-    """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E per token.
-
-    layers: number of layers with experts. tokens, cached_tokens: of one response. index_bytes: b, bytes of one expert id: 4 in
-    the paper (int32), 1 in this package (2 from 256 experts on). Errors: ValueError if a size is below 1, if topk is above
-    experts, or if there are more cached tokens than tokens.
-    """
-    sizes = {"layers": layers, "hidden": hidden, "experts": experts, "topk": topk, "tokens": tokens}
-    for name, size in {**sizes, "cached_tokens": cached_tokens, "index_bytes": index_bytes}.items():
-        if size < 1:
-            raise ValueError(f"cache_cost: {name} = {size}; it must be at least 1")
-    if topk > experts:
-        raise ValueError(f"cache_cost: topk = {topk} of {experts} experts")
-    if cached_tokens > tokens:
-        raise ValueError(f"cache_cost: cached_tokens = {cached_tokens} of {tokens} tokens")
-    return CacheCost(
-        index_bytes=index_bytes * topk * layers * tokens,
-        feature_bytes=(2 * hidden + 4 * experts) * layers * cached_tokens,
-        flops_per_token=2 * layers * hidden * experts,
-    )

@@ -12,15 +12,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from megatron_rl.errors import UserError
+from megatron_rl.run.setup import at_hand
 from megatron_rl.servers.own_environment import cuda_tools, find_python, plugin_problem
 
 ENGINE_TIMEOUT_S = 120.0
 """Longest wait, in seconds, for SGLang's environment to import SGLang; it takes a few seconds on an idle machine."""
+
+NO_SECCOMP = "the package pyseccomp is not installed, which contains programs: run tools/setup.sh"
 
 State = Literal["ok", "missing", "warning", "error"]
 Look = str | tuple[State, str, str] | None
@@ -60,6 +63,8 @@ class Check:
         try:
             found = self.look()
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                return Finding(self.part, "missing", "unknown without torch")
             return Finding(self.part, self.broken, f"{type(error).__name__}: {error}"[:200])
         if isinstance(found, tuple):
             return Finding(self.part, *found)
@@ -70,7 +75,7 @@ def doctor(as_json: bool = False) -> int:
     """Print the findings. Returns the exit status: 1 if an error prevents a run from starting here, else 0."""
     findings = examine()
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([asdict(replace(f, note=at_hand(f.note))) for f in findings], indent=1))
     else:
         _print_table(findings)
     return int(any(finding.state == "error" for finding in findings))
@@ -90,7 +95,7 @@ def _print_table(findings: list[Finding]) -> None:
     style = {"ok": "green", "missing": "yellow", "warning": "bold yellow", "error": "bold red"}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
-        note = f"\n[dim]{escape(finding.note)}[/]" if finding.note else ""
+        note = f"\n[dim]{escape(at_hand(finding.note))}[/]" if finding.note else ""
         table.add_row(finding.part, f"[{style[finding.state]}]{finding.state}[/]", escape(finding.found) + note)
     Console().print(table)
 
@@ -138,6 +143,8 @@ def _machine() -> Look:
 
 
 def _torch() -> Look:
+    if not _has_module("torch"):
+        return None
     import torch
 
     found = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
@@ -256,6 +263,8 @@ def _extension() -> Look:
 def _sandbox() -> Look:
     from megatron_rl.sandbox import bubblewrap
 
+    if not _has_module("pyseccomp"):
+        return "missing", "model-written code is refused", NO_SECCOMP
     if problem := bubblewrap.problem():
         return "missing", "model-written code is refused", problem
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
@@ -279,6 +288,8 @@ def _control_groups() -> Look:
 def _scorers() -> Look:
     from megatron_rl.sandbox import isolated
 
+    if not _has_module("pyseccomp"):
+        return "missing", "reasoning_gym tasks are refused", NO_SECCOMP
     if problem := isolated.problem():
         return "missing", "reasoning_gym tasks are refused", problem
     if os.geteuid() == 0:
@@ -297,7 +308,7 @@ CHECKS = (
     _package("megatron-bridge", "Hugging Face models cannot be loaded: run tools/setup.sh", "error"),
     _package("transformers", "models and tokenizers cannot be read: run tools/setup.sh", "error"),
     _package("nvidia-modelopt", "no FP8 rollout weights, no FP8 export, no simulated FP8: run tools/setup.sh"),
-    Check("torch and GPUs", _torch, broken="error"),
+    Check("torch and GPUs", _torch, "nothing can be trained: run tools/setup.sh", "error", broken="error"),
     Check("CPU platform", _megatron_without_gpu),
     Check(
         "Transformer Engine",

@@ -158,7 +158,7 @@ def _problems(
         pushes and owner_of(version) not in ("", run),
         f"has weights of another run ({version!r:.80}), which may still push to it",
     )
-    dtype, wanted = info.get("dtype"), str(ROLLOUT_DTYPES[precision.rollout]).removeprefix("torch.")
+    dtype, wanted = info.get("dtype"), ROLLOUT_DTYPES[precision.rollout]
     refuse(dtype not in ("auto", wanted), f"runs with --dtype {dtype}, and precision.rollout is {precision.rollout}")
     head = bool(info.get("enable_fp32_lm_head"))
     refuse(

@@ -254,7 +254,7 @@ class RolloutServer:
             "--model-path": self.model,
             "--host": "127.0.0.1",
             "--port": self.port,
-            "--dtype": str(ROLLOUT_DTYPES[self.dtype]).removeprefix("torch."),
+            "--dtype": ROLLOUT_DTYPES[self.dtype],
             "--context-length": self.context_length,
             "--mem-fraction-static": self.config.memory_fraction,
             "--tensor-parallel-size": self.config.tensor,

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
-from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.models.precision import ROLLOUT_DTYPES, torch_dtype
 from megatron_rl.sync.checksums import (
     PREDICTOR_WEIGHT,
     EngineParameter,
@@ -82,7 +82,7 @@ class WeightSync:
         self.folder = Path(folder) if folder is not None else None
         self._stay_paused, self._key = stay_paused, key
         simulate = not torch.cuda.is_available()
-        self.rollout_dtype = ROLLOUT_DTYPES[rollout_dtype]
+        self.rollout_dtype = torch_dtype(ROLLOUT_DTYPES[rollout_dtype])
         self._as_served: Callable[[Iterator], Iterator] = iter
         if rollout_dtype == "fp8":
             self._as_served = partial(fp8.quantized, simulate=simulate)

@@ -19,6 +19,7 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import TokenWeights, counts, token_weights
 from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.config import AlgorithmConfig, Config, CorrectionConfig, DistillationConfig
+from megatron_rl.config.plan import policy_needs, ratio_from_old
 from megatron_rl.config.registry import resolve
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
@@ -299,24 +300,12 @@ class Policy(Objective[HeadOutputs]):
     @property
     def ratio_from_old(self) -> bool:
         """True if the ratio starts from stored log-probs, not from its own (one update: ratio 1) or the engine's (bypass)."""
-        return self.config.batch.updates > 1 and not self.config.correction.bypass
+        return ratio_from_old(self.config)
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields that have to be computed first."""
-        algorithm = self.config.algorithm
-        of_tokens = algorithm.entropy_reward > 0 or (
-            algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
-        )
-        teacher = self.config.distillation
-        pays = teacher.placement == "advantage"
-        wanted = {
-            "old_log_probs": self.ratio_from_old or of_tokens or (self.config.teaches and pays),
-            "reference_log_probs": algorithm.kl.coefficient > 0,
-            "teacher_log_probs": teacher.teacher is not None and pays,  # a server has sent them before
-            "teacher_hidden": self.teacher is not None,
-        }
-        return frozenset(name for name, needed in wanted.items() if needed)
+        return policy_needs(self.config)
 
     def for_update(self, totals: Totals) -> Self:
         """Return the objective with the totals."""

@@ -21,9 +21,9 @@ from megatron_rl.config import Config, OptimizerConfig, ServerConfig
 from megatron_rl.config.load import load_config
 from megatron_rl.config.optimizers import OPTIMIZERS
 from megatron_rl.config.plan import pipeline_bubble
+from megatron_rl.config.route_cost import cache_cost
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import Shape
-from megatron_rl.routing.table import cache_cost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = {

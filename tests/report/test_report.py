@@ -14,8 +14,8 @@ from megatron_rl.cli import main
 from megatron_rl.config import Config
 from megatron_rl.config.load import to_yaml
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.classes import BELOW
 from megatron_rl.metrics.logger import STANDARD, RunLogger
-from megatron_rl.metrics.mismatch import BELOW
 from megatron_rl.report import charts as vega
 from megatron_rl.report.charts import MOST_ROWS, SECTIONS, charts_of
 from megatron_rl.report.page import write_report

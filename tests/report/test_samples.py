@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.report.samples import choose, leading
+from megatron_rl.report.page import leading
+from megatron_rl.report.samples import choose
 
 ROLLOUTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcdefgh"), st.sampled_from([0.0, 0.5, 1.0])))
 

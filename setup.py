@@ -3,7 +3,7 @@
 The CPU part is always built. An extension's CUDA part is built if nvcc and a CUDA build of torch with the same major version
 are installed; the build needs no GPU. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
 
-The extras are the lists in requirements/. A wheel also holds the files from which `megatron-rl setup` makes environments (SOURCE).
+The extras are the lists in requirements/. A wheel also holds the files that `megatron-rl setup` needs (SOURCE).
 """
 
 import os
@@ -50,11 +50,11 @@ SOURCE = (
     ),
     *("tools", "sglang_plugin/README.md", "sglang_plugin/pyproject.toml"),
 )
-"""What a checkout has beside the packages and `megatron-rl setup` needs: it goes into the wheel's megatron_rl/source/."""
+"""Files of a checkout, besides the packages, that `megatron-rl setup` needs. A wheel has them in megatron_rl/source/."""
 EXTRAS = {"trainer": "trainer", "rollout": "rollout", "gpu": "gpu", "dev": "test"}
-"""Extra -> its list in requirements/."""
+"""Extra -> name of its list in requirements/."""
 APART = ("megatron-bridge", "transformer-engine-torch", "nvidia-mmath")
-"""Left out of the extras, as pip could not install them beside the rest: docs/install.md says how they get there."""
+"""Packages that are not in the extras, because pip cannot install them together with the rest. See docs/install.md."""
 
 
 def extra(name: str) -> list[str]:
@@ -63,7 +63,7 @@ def extra(name: str) -> list[str]:
 
 
 class BuildPackages(build_py):
-    """Copies SOURCE beside the modules, but where those of the checkout are used themselves."""
+    """Copies SOURCE into the wheel. An editable install uses the files of the checkout."""
 
     def run(self) -> None:
         super().run()

@@ -1,5 +1,4 @@
-"""Classes of tokens by their probability under the trainer's policy. The module imports no torch, so that reports can read it."""
-
+"""Classes of tokens by their probability under the trainer's policy. It needs no torch."""
 
 BELOW = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 1.0)
 """Upper ends of the classes of p."""

@@ -14,7 +14,15 @@ FILES = [
     REPOSITORY / "CONTRIBUTING.md",
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "megatron_rl").rglob("*.py")),
-    *sorted((REPOSITORY / "sglang_plugin").rglob("*.py")),
+    *sorted(
+        path
+        for top in ("sglang_plugin", "tools", "examples", "benchmarks")
+        for path in (REPOSITORY / top).rglob("*.py")
+    ),
+    *(
+        REPOSITORY / name
+        for name in ("setup.py", "examples/README.md", "sglang_plugin/README.md", "tests/gpu/README.md")
+    ),
 ]
 
 

@@ -25,10 +25,10 @@ from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 SCORES_FILE = "evals/scores.jsonl"
-"""One line, like those of the former, in a folder that `megatron-rl eval` has scored."""
+"""File with one line in the format of metrics.jsonl: the scores of a folder after `megatron-rl eval`."""
 SAMPLES_FILE = "samples.jsonl"
 NOTE_EVERY_S = 30.0
-"""Where there is no terminal, how often progress within a step is said."""
+"""Seconds between lines about the progress within a step, if the output is no terminal."""
 TIMES = ("rollout", "sleep", "wake", "reward", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",

@@ -76,7 +76,9 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
 def sentences(text: str) -> list[str]:
     """Sentences and parts of sentences that a colon or a semicolon divides; code and links as one word each."""
     plain = _LINK.sub(lambda link: link[1], _CODE.sub("CODE", text))
-    return [part for part in re.split(r"(?<=[.!?:;])[)\"*]*\s+|\n\s*\n|\n\s*[-*] ", plain) if part.strip()]
+    return [
+        part for part in re.split(r"(?<=[.!?:;])[)\"*]*\s+|\n\s*\n|\n\s*[-*] |\n {4,}python ", plain) if part.strip()
+    ]
 
 
 def faults(text: str) -> Iterator[str]:

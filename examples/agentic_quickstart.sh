@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A Mixture-of-Experts model learns to call a calculator for sums that it cannot do: set-up, warm start, GRPO over conversations
-# with the tool, scores with it and without. Everything runs on this machine, without a GPU, in minutes.
+# with the tool, scores with and without the tool. Everything runs on this machine, without a GPU, in minutes.
 # SEED=1 examples/agentic_quickstart.sh  changes the seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,13 +15,13 @@ export PATH="$PWD/.venv/bin:$PATH"
 rm -rf "runs/$name"
 python tools/make_tiny_model.py --preset quickstart --tokenizer calls "runs/$name/model" --seed "$seed"
 
-echo "== warm start: supervised fine-tuning on demonstrations of which three in ten call the calculator"
+echo "== warm start: supervised fine-tuning on demonstrations, three in ten of which call the calculator"
 megatron-rl sft configs/agentic_quickstart_sft.yaml --name "$name/sft" "${seeds[@]}" --model.path "runs/$name/model"
 
 share=() # a single GPU is the trainer's and the server's in turn
 (($(nvidia-smi --list-gpus 2>/dev/null | wc -l) != 1)) || share=(--rollout.colocate true)
 
-echo "== reinforcement learning: GRPO over conversations, rewarded for right answers alone"
+echo "== reinforcement learning: GRPO over conversations, rewarded only for right answers"
 megatron-rl train configs/agentic_quickstart.yaml --name "$name/grpo" "${seeds[@]}" \
   --model.path "runs/$name/sft/hf" "${share[@]}"
 megatron-rl convert "runs/$name/grpo/checkpoints/step_000040" "runs/$name/grpo/hf"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every cure alone and all of them together on one run with a noise floor, a bf16 engine and routers that move: a table of gain and
-# cost, and curves. Stopped, it goes on where it was when it is started again.  --help lists the options.
+# Every cure alone and all of them together, with a noise floor, SGLang in bf16 and moving routers: a table of gain and cost,
+# and curves. If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

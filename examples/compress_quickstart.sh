@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compression from end to end: the quickstart's model is the teacher; half of its expert parameters are removed by what they do on
-# calibration data; what is left learns from what it samples itself, by what the teacher would have said; one table of all three.
+# Compression from end to end: the quickstart's model is the teacher. Half of its expert parameters are removed by their
+# importance on calibration data. The student then learns from the teacher on its own samples. A table compares all three.
 # Everything runs on this machine, without a GPU, in minutes.  SEED=1 examples/compress_quickstart.sh  changes the seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +17,7 @@ seeds=(--seed "$seed" --data.seed "$seed")
 share=() # a single GPU is the trainer's and the server's in turn
 (($(nvidia-smi --list-gpus 2>/dev/null | wc -l) != 1)) || share=(--rollout.colocate true)
 
-# The newest checkpoint of a run, as a Hugging Face folder.
+# Converts the newest checkpoint of a run to a Hugging Face folder.
 newest() {
   megatron-rl convert "$(find "runs/$name/$1/checkpoints" -maxdepth 1 -name 'step_*' | sort | tail -n 1)" "runs/$name/$2"
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO by LoRA of several ranks and of attention alone, beside all weights, three seeds; and in bf16: tables and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# GRPO with LoRA of several ranks, with LoRA of attention only, and with all weights, three seeds; also in bf16: tables and curves.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -72,7 +72,7 @@ COLUMNS = {
     "entropy": ("entropy, last quarter", ".3f"),
 }
 GAP = "mismatch/p<1e-06/abs"
-"""Nats between a floor token's two log-probs: the trainer gives it less than 1e-6, the engine 1.67e-6 of the likeliest's."""
+"""Metric: nats between a floor token's two log-probs (below 1e-6 in the trainer, 1.67e-6 of the likeliest in SGLang)."""
 PANELS = (
     Panel("Floor tokens: log-prob of the engine - of the trainer", GAP),
     Panel("KL(engine || trainer), nats per token", "mismatch/kl_capped", log=True, smooth=3),

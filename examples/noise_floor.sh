@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Naive RLOO, TIS, MIS, DVP and MIS + DVP with a floor under the engine's tail, three seeds: tables, paired differences and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# Naive RLOO, TIS, MIS, DVP and MIS + DVP with a floor under SGLang's tail, three seeds: tables, paired differences and curves.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

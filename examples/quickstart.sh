@@ -13,7 +13,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 rm -rf "runs/$name"
 python tools/make_tiny_model.py --preset quickstart "runs/$name/model" --seed "$seed"
 
-echo "== warm start: supervised fine-tuning on demonstrations of which half are wrong"
+echo "== warm start: supervised fine-tuning on demonstrations, half of which are wrong"
 megatron-rl sft configs/quickstart_sft.yaml --name "$name/sft" --seed "$seed" --data.seed "$seed" \
   --model.path "runs/$name/model"
 

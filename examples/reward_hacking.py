@@ -33,7 +33,7 @@ from tools.make_preferences import preferences
 
 LIKED = "7"
 BONUS, MOST = 0.5, 3
-"""Score that the planted flaw gives for each extra seven, and the number of sevens that it pays for."""
+"""Value of an unrequested seven for the judge, and the largest number of sevens that count."""
 PROMPTS = 768
 FIXED: Settings = {"algorithm.kl.target": "null", "algorithm.kl.horizon": 10_000}
 TARGETS = {"KL at 0.05": 0.05, "KL at 0.01": 0.01}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO against a reward model with a planted flaw, with and without a KL to the reference, three seeds: table and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

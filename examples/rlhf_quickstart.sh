@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # RLHF from end to end: supervised fine-tuning, preferences between the model's own responses, a reward model, PPO with a critic
-# against it, DPO on the same preferences, and one report of all. The true score (are the numbers sorted?) is never learned from.
-# Everything runs on this machine, without a GPU, in minutes.  SEED=1 examples/rlhf_quickstart.sh  changes the seed.
+# against it, DPO on the same preferences, and one report on all runs. The true score (are the numbers sorted?) is never used
+# for training. Everything runs on this machine, without a GPU, in minutes.  SEED=1 examples/rlhf_quickstart.sh  changes the seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,11 +17,11 @@ policy=(--seed "$seed" --model.path "runs/$name/sft/hf")
 share=() # a single GPU is the trainer's and the server's in turn
 (($(nvidia-smi --list-gpus 2>/dev/null | wc -l) != 1)) || share=(--rollout.colocate true)
 
-echo "== warm start: supervised fine-tuning on demonstrations of which half are wrong"
+echo "== warm start: supervised fine-tuning on demonstrations, half of which are wrong"
 megatron-rl sft configs/quickstart_sft.yaml --name "$name/sft" --seed "$seed" --data.seed "$seed" \
   --model.path "runs/$name/model"
 
-echo "== preferences: of two responses to a prompt the one that is right"
+echo "== preferences: the right one of two responses to a prompt"
 megatron-rl rollout configs/quickstart.yaml --name "$name/candidates" "${policy[@]}" --data.seed "$seed" \
   --batch.prompts_per_step 2048
 python tools/make_preferences.py "runs/$name/candidates/rollouts/step_000000.jsonl" "runs/$name/preferences.jsonl" \
@@ -37,7 +37,7 @@ megatron-rl train configs/rlhf_ppo.yaml --name "$name/ppo" "${policy[@]}" --data
 echo "== DPO on the same preferences"
 megatron-rl dpo configs/rlhf_dpo.yaml --name "$name/dpo" "${policy[@]}" --data.path "runs/$name/preferences.jsonl"
 
-echo "== the true score, and the reward model's, of all three policies on the same held-out prompts"
+echo "== true score and reward model's score of all three policies, on the same held-out prompts"
 checkpoint=$(find "runs/$name/ppo/checkpoints" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
 rm -rf "runs/$name/ppo/hf"
 megatron-rl convert "$checkpoint" "runs/$name/ppo/hf"

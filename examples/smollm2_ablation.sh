@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SmolLM2-135M with an engine in bf16 and FP8, dense and with experts, one run each: a table and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# SmolLM2-135M with SGLang in bf16 and FP8, dense and with experts, one run each: a table and curves.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct learns to solve word problems like GSM8K's with a Python interpreter: a few demonstrations, GRPO over
-# conversations that is rewarded for right answers alone, twelve of its conversations, and the score of the model without both.
+# conversations (rewarded only for right answers), twelve of its conversations, and the score of the untrained model without
+# the interpreter.
 # SEED=1 examples/smollm2_python.sh  changes the seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +17,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 rm -rf "$run"
 python tools/upcycle.py "$run/model"
 
-echo "== problems of two operations on numbers up to 99; the test's are told in the same way, with other numbers"
+echo "== problems of two operations on numbers up to 99; test problems have the same wording and other numbers"
 python - "$run" "$seed" <<'PY'
 import json, pathlib, random, sys
 
@@ -71,7 +72,7 @@ for first, last in list(zip(before, after))[:: len(before) // 12][:12]:
         print(f"    {row['reward']:.0f}", *(" ".join(text.split()) for text in said), sep="  ")
 PY
 
-echo "== the model before all training, on the same problems and without the interpreter"
+echo "== the untrained model on the same problems, without the interpreter"
 megatron-rl eval configs/smollm2_python.yaml --name "$name/without-tool" "${seeds[@]}" "${data[@]}" \
   --model.path "$run/model" --agent.tools '[]'
 megatron-rl report "$run/grpo" # prints the scores before and after, and the page

@@ -36,7 +36,7 @@ ENGINES = {
     "bf16": (None, "bf16"),
     "fp8": ("fp8", "bf16"),
 }
-"""Name -> what the weights are rounded to beforehand, and what the server computes in."""
+"""Name -> format to which the weights are rounded first, and format of the server's computation."""
 TOKENS = 512
 """Number of tokens that are drawn from the vocabulary, the same at every position."""
 RESPONSES = 48

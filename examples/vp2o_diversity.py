@@ -21,7 +21,7 @@ from curves import Panel
 SAMPLES = 32
 """Number of responses to each prompt of an evaluation."""
 SCORE, SCORE_OF_SUMS = 0.7, 0.5
-"""At which arms are compared."""
+"""Scores at which arms are compared."""
 TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
 """Settings that measure VP2O's metrics without changing gradients."""
@@ -80,7 +80,7 @@ PANELS = (
 )
 
 OTHERS = (("", "GRPO + entropy bonus"), ("", "GRPO, half the lr"), ("sums, ", "GRPO"), ("sums, ", "GRPO, half the lr"))
-"""Task and arm that VP2O is compared with, beside GRPO."""
+"""Task and arm that VP2O is compared with, besides GRPO."""
 
 
 def at_score(evaluated: list[dict], name: str, score: float) -> float | None:

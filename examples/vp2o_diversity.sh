@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO, its controls and VP2O over 150 steps on prompts with 61 right answers, three seeds: tables and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

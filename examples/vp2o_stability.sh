@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO and VP2O without a clip, with and without the trust region, at two learning rates, three seeds: tables and curves.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

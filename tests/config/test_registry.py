@@ -42,7 +42,7 @@ def test_three_kinds_of_names(file):
         ("os.path:jion", "os.path has no 'jion'; did you mean 'join'"),
         ("os.path:", "there is no score 'os.path:'"),
         (":f", "there is no score ':f'"),
-        ("os:sep", "os:sep is '/', which cannot be called"),
+        ("os:sep", "os:sep is '/', not a score: it cannot be called"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(name, message):

@@ -93,7 +93,7 @@ def test_the_script_ends_what_it_has_started(command, tmp_path):
     ("fails", "reason"),
     [
         ('sys.exit("out of order")', "failed: out of order ["),
-        ("os.kill(os.getpid(), 9)", "was killed; had the machine no memory left? ["),
+        ("os.kill(os.getpid(), 9)", "was killed; check whether the machine ran out of memory ["),
     ],
 )
 def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path, fails, reason):
@@ -113,7 +113,7 @@ def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path, fails, 
 def test_a_number_of_jobs_that_is_none_is_refused(command, jobs):
     """In one line that names the flag."""
     failed = subprocess.run(command("", jobs), capture_output=True, text=True, timeout=60)
-    assert failed.returncode == 2 and f"argument --jobs: {jobs} is no number from 1 on" in failed.stderr
+    assert failed.returncode == 2 and f"argument --jobs: {jobs} is not a number of at least 1" in failed.stderr
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -66,7 +66,9 @@ def test_errors(tmp_path, capsys):
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     row = {"prompt_id": "p", "prompt": "q", "response": "a", "reward": 1.0}
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"response": "b"}) + "\n")
-    assert main([str(file), str(out)]) == 2 and "no prompt has responses of different reward" in capsys.readouterr().err
+    assert (
+        main([str(file), str(out)]) == 2 and "no prompt has responses with different reward" in capsys.readouterr().err
+    )
     assert (
         main([str(file), str(out), "--by", "reward/x"]) == 2
         and "a response has no 'reward/x'" in capsys.readouterr().err

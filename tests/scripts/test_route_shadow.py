@@ -130,5 +130,5 @@ def test_results_are_of_the_runs_that_are_done(small, tmp_path, capsys):
 def test_a_recorder_wants_r2(small):
     from route_recorder import RouteRecorder
 
-    with pytest.raises(UserError, match=r"RouteRecorder wants routing.source: r2"):
+    with pytest.raises(UserError, match=r"RouteRecorder needs routing.source: r2"):
         RouteRecorder(build_config({"routing": {"source": "pr2"}, "batch": {"updates_per_step": 4}}))

@@ -435,10 +435,10 @@ def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "2", "--time", "soon"], "--time soon is none of SLURM's forms"),
+        (["--nodes", "2", "--time", "soon"], "--time soon has none of SLURM's forms"),
         (["--nodes", "2", "--time", "10"], "leaves less time to train than --grace 600 s to save"),
         (["--nodes", "0"], "--nodes 0 --gpus-per-node 8: --nodes must be at least 1"),
-        (["--nodes", "2", "--train-nodes", "2"], "--train-nodes 2 of --nodes 2 leaves none to serve"),
+        (["--nodes", "2", "--train-nodes", "2"], "--train-nodes 2 of --nodes 2 leaves no node for SGLang servers"),
         (["--nodes", "4", "--server-gpus", "3"], "--server-gpus 3 does not split the 8 GPUs of a node"),
         (["--nodes", "4", "--parallel.tensor", "3"], "parallel.tensor x pipeline x context = 3 does not divide the 16"),
         (["--nodes", "4", "--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves no other response"),

@@ -32,6 +32,7 @@ MEANING = {
     "critic": "critic of algorithm.advantage: gae, with its gradients and its own Adam",
     "predictors": "predictors of routes, with their own Adam",
     "reward_models": "frozen reward models of rewards.models",
+    "teacher": "teacher of distillation.teacher, with its outputs for a step",
     "batch": "tokens and labels of a step, if all responses have the largest possible length",
     "routes": "expert choices of all tokens of a step",
     "features": "router inputs and logits of cached tokens",

@@ -274,6 +274,16 @@ def test_a_plan_needs_no_keys_of_servers(tiny_model, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_counts_a_teacher(tiny_model, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    model = str(tiny_model("qwen3"))
+    tree = {"model": {"path": model}, "data": {"task": "number_sorting"}, "distillation": {"teacher": model}}
+    file.write_text(json.dumps(tree))
+    assert cli.main(["plan", str(file), "--gpus", "1", "--memory", "80"]) == 0, capsys.readouterr().err
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("teacher ")]
+    assert "GB" in said and "teacher of distillation.teacher" in said
+
+
 @pytest.mark.parametrize("name", ["convert", "same", "2", "a b"])
 def test_the_processes_of_a_conversion_get_folders_and_keep_their_other_words(name, tmp_path, monkeypatch):
     """SOURCE may be called as the command, an argument's value or OUT is; a folder for it stands in its place alone."""

@@ -185,7 +185,7 @@ def test_a_server_is_told_and_an_external_one_asked(tiny_model):
 
 def test_a_server_that_captures_no_routes_cannot_be_asked_for_gates():
     asked, model = SimpleNamespace(hf_config=SimpleNamespace(**{OVERRIDE: True})), torch.nn.Module()
-    with pytest.raises(NotImplementedError, match="start with --enable-return-routed-experts"):
+    with pytest.raises(NotImplementedError, match="start the server with --enable-return-routed-experts"):
         of_capturer(None, model=model, model_config=asked)
     assert of_capturer(None, model=model, model_config=SimpleNamespace(hf_config=SimpleNamespace())) is None
 

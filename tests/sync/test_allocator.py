@@ -52,7 +52,7 @@ def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
     )
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(*EXPANDABLE.popitem())
-    with pytest.raises(UserError, match="take it out, or set sync.transport: distributed"):
+    with pytest.raises(UserError, match="or set sync.transport: distributed"):
         preflight(
             build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, "sync": {"transport": "tensor"}}), "train"
         )

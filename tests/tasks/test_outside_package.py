@@ -130,7 +130,7 @@ def test_what_hangs_raises_or_is_no_number_scores_zero_and_is_counted(folder, ca
     ("verifier", "more", "message"),
     [
         ("contain", {}, "verifiers.py has no 'contain'; did you mean 'contains'"),
-        ("number", {}, "verifiers.py:number is 3, which cannot be called"),
+        ("number", {}, "verifiers.py:number is 3, not a verifier"),
         ("one_argument", {}, r"one_argument\(response\) cannot be called with \(response, answer\): too many"),
     ],
 )

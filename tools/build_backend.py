@@ -1,9 +1,9 @@
-"""setuptools' backend. A build that is isolated gets the torch that the kernels are compiled against: requirements/ pins it."""
+"""Build backend: setuptools, plus the pinned torch for isolated builds, which compile the kernels against it."""
 
 from pathlib import Path
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403  # whatever pip and build ask of a backend
+from setuptools.build_meta import *  # noqa: F403  # all hooks that pip and build call
 
 NEEDED = ("torch", "ninja")
 

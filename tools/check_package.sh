@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Builds the sdist, and the wheel from it, and shows that the wheel works in an empty environment. The kernels are compiled, which
-# takes minutes; a build that is isolated also fetches torch.
+# Builds the sdist and a wheel from it, and checks that the wheel works in an empty environment. Compiling the kernels takes minutes.
+# The build is isolated, so it also downloads torch.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: tools/check_package.sh [--wheel FILE] [FOLDER]
 
-Builds sdist and wheel into FOLDER (dist), checks their metadata, and installs the wheel into an empty environment, in which
-doctor, keys, plan, launch --dry-run, status and report have to work, and train has to name the remedy.
+Builds sdist and wheel into FOLDER (default: dist), checks their metadata, and installs the wheel into an empty environment.
+There doctor, keys, plan, launch --dry-run, status and report must work, and train must name the remedy.
 
-  --wheel FILE  check this wheel, and build none
+  --wheel FILE  check this wheel instead of building one
 END
 }
 
@@ -53,7 +53,7 @@ started=$SECONDS
 say "$(basename "$wheel") was installed in $((SECONDS - started)) s, $(du -sh "$work/empty" | cut -f1) with all that it needs"
 if "$work/empty/bin/python" -c "import torch" 2>/dev/null; then fail "the wheel alone brings torch"; fi
 
-# What people have: a folder with a model's config.json, a config, and a run's folder.
+# Files of a user: a folder with a model's config.json, a config, and a run's folder.
 mkdir -p "$work/user/model" "$work/user/run" && cd "$work/user"
 cat >model/config.json <<'END'
 {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,

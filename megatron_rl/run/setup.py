@@ -1,7 +1,7 @@
-"""`megatron-rl setup`: makes the environments of trainer and engine with `tools/setup.sh`, from a checkout or from a wheel.
+"""`megatron-rl setup`: make the environments of trainer and SGLang with `tools/setup.sh`, from a checkout or a wheel.
 
-A wheel holds what a checkout has beside the packages in `megatron_rl/source/` (setup.py, SOURCE). Together with the installed
-modules it becomes a source tree in a folder of its own; from there all is as in a checkout. No torch here.
+A wheel has the other files of a checkout in `megatron_rl/source/` (SOURCE in setup.py). The command writes these files and the
+installed modules as a source tree into a new folder, and runs the tree's `tools/setup.sh`. It needs no torch.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from megatron_rl.errors import UserError
 PACKAGE = Path(__file__).parents[1]
 SCRIPT = Path("tools/setup.sh")
 WRITTEN = ".megatron-rl-setup.json"
-"""Names of the files that a set-up has written into its folder."""
+"""File that lists the files which `megatron-rl setup` wrote into a folder."""
 PLUGIN = ("megatron_rl_models", "megatron_rl_plugin", "sglang_on_cpu")
-"""Packages that a checkout has in sglang_plugin/, and a wheel beside megatron_rl."""
+"""Packages in sglang_plugin/ of a checkout. A wheel has them at the top level."""
 
 
 def checkout() -> Path | None:
-    """The checkout that this package is of; None: it was installed."""
+    """Return the checkout that contains this package; None if the package was installed."""
     root = PACKAGE.parent
     return root if (root / SCRIPT).is_file() else None
 
 
 def at_hand(text: str) -> str:
-    """A message that names tools/setup.sh, as it should be where there is none: the command in its place."""
+    """Return a message with `megatron-rl setup` instead of tools/setup.sh if there is no checkout."""
     return text if checkout() else text.replace("tools/setup.sh", "megatron-rl setup")
 
 
 def setup_command(into: Path | None, flags: Sequence[str]) -> int:
-    """Make the environments. Returns the script's exit status.
+    """Make the environments, and return the exit status of tools/setup.sh.
 
-    into: the folder that gets a source tree and its environments, by default ./megatron-rl-VERSION; a checkout has its own.
-    Errors: UserError for a folder of something else, or a package without its source.
+    into: folder for the source tree and its environments, by default ./megatron-rl-VERSION. A checkout uses its own folder.
+    Errors: UserError if the folder holds other files, or if the package has no source.
     """
     root = checkout()
     if root is None:
@@ -48,7 +48,7 @@ def setup_command(into: Path | None, flags: Sequence[str]) -> int:
         print(f"setup: the source tree and its environments are in {root}", flush=True)
     elif into is not None and into.resolve() != root:
         raise UserError(
-            f"setup: --into {into}: this is a checkout, whose environments are made in {root}; leave it out"
+            f"setup: --into {into}: this is a checkout, so its environments are in {root}; leave out --into"
         )
     try:
         return subprocess.run([str(root / SCRIPT), *flags], check=False).returncode
@@ -57,15 +57,15 @@ def setup_command(into: Path | None, flags: Sequence[str]) -> int:
 
 
 def write_tree(root: Path) -> None:
-    """Write the source tree, or bring it up to date: files of an older wheel go, and what is as it should be stays.
+    """Write or update the source tree. Files of an older wheel are removed, unchanged files are not written again.
 
-    Errors: UserError where the package has no source, or the folder holds something else or cannot be written.
+    Errors: UserError if the package has no source, or if the folder holds other files or cannot be written.
     """
     files = _sources()
     note = root / WRITTEN
     try:
         if root.exists() and not note.is_file() and any(root.iterdir()):
-            raise UserError(f"setup: {root} holds other things: name a new folder with --into")
+            raise UserError(f"setup: {root} holds other files; name a new folder with --into")
         root.mkdir(parents=True, exist_ok=True)
         known = set(json.loads(note.read_text())) if note.is_file() else set()
         note.write_text(json.dumps(sorted(known | files.keys()), indent=0))
@@ -82,11 +82,11 @@ def write_tree(root: Path) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"setup: {root} cannot be written ({error})") from None
     if shutil.which("bash") is None:
-        raise UserError("setup: bash is missing, which tools/setup.sh needs: install it")
+        raise UserError("setup: tools/setup.sh needs bash; install bash")
 
 
 def _sources() -> dict[str, Path]:
-    """Path in the source tree -> the installed file. Errors: UserError for a package without its source."""
+    """Return {path in the source tree: installed file}. Errors: UserError if the package has no source."""
     source = PACKAGE / "source"
     if not (source / SCRIPT).is_file():
         raise UserError(f"setup: {PACKAGE} has no {SCRIPT}: install megatron_rl from its wheel, or use a checkout")
@@ -102,6 +102,6 @@ def _sources() -> dict[str, Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files that a build takes: no compiled ones."""
+    """Return the files of a folder without compiled files."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
     return [path for path in found if path.suffix != ".so" and not path.name.endswith(".ptxas.txt")]

@@ -256,7 +256,7 @@ def test_setup_writes_into_no_folder_of_something_else(installed, tmp_path, caps
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")
     assert cli.main(["setup", "--into", str(tmp_path / "mine")]) == 2
-    assert "holds other things: name a new folder with --into" in capsys.readouterr().err
+    assert "holds other files; name a new folder with --into" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
 
 
@@ -267,7 +267,7 @@ def test_a_package_without_its_source_says_so(tmp_path, monkeypatch):
 
 
 def test_setup_of_a_checkout_has_its_own_folder(tmp_path):
-    with pytest.raises(UserError, match="leave it out"):
+    with pytest.raises(UserError, match="leave out --into"):
         setup.setup_command(tmp_path, [])
 
 

@@ -172,7 +172,9 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path, as_users_do):
         gone = servers.address("first")
         servers.kill("first")
         wait_for(
-            lambda: f"{gone} does not answer any more: continuing with 1 server\n" in log.read_text(), "left out", program
+            lambda: f"{gone} does not answer any more: continuing with 1 server\n" in log.read_text(),
+            "left out",
+            program,
         )
         more_steps(3, "steps with the other server")
         servers.start("third")

@@ -341,7 +341,9 @@ def test_a_server_that_is_not_there_is_told_at_the_start(server):
     judge = make_judge(server)
     judge.check(PROMPTS)
     server.die()
-    with pytest.raises(UserError, match=r"judges\.wise: http://.*; its address must belong to .* of the model m") as gone:
+    with pytest.raises(
+        UserError, match=r"judges\.wise: http://.*; its address must belong to .* of the model m"
+    ) as gone:
         judge.check(PROMPTS)
     assert "\n" not in str(gone.value)
 

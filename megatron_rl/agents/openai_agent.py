@@ -97,7 +97,7 @@ class OpenAIAgents(Agents):
 
 @dataclass
 class OpenAICollection(AgentCollection):
-    """The sessions of one step. While a dead engine is restarted, the sessions go on, and their requests wait."""
+    """The sessions of one step. While a dead engine is restarted, the sessions continue, and their requests wait."""
 
     agents: OpenAIAgents = None  # type: ignore[assignment]  # as in AgentCollection
 

@@ -379,7 +379,7 @@ class Engine:
                 support,
                 samples=samples,
                 seed=seed,
-                step=self.run.step - 1,  # servers answer these before the requests of later steps
+                step=self.run.step - 1,  # sent before the requests of later steps
                 program=program,
                 evaluates=True,
             )

@@ -1,8 +1,8 @@
 """Container for model-written Python: bubblewrap's namespaces, resource limits, a seccomp filter, and a wall-clock limit.
 
-A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as nobody even if the trainer
-is root, because the limit on processes does not apply to root. Memory is bounded twice: the kernel bounds each process, and the
-total of all processes is checked ten times a second. A program that the machine cannot contain is not run.
+A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as the user `nobody` even
+if the trainer is root, because the limit on processes does not apply to root. Memory is bounded twice: the kernel bounds each
+process, and the total of all processes is checked ten times a second. A program that the machine cannot contain is not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.sandbox import cgroup
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
 
 PYTHON = "/usr/bin/python3"
-"""Python in the container: the system's, because other Pythons may be in folders that nobody can read."""
+"""Python in the container: the system's, because other Pythons may be in folders that the user `nobody` cannot read."""
 NOBODY = 65534
 PROCESSES = 16
 TMP_BYTES = 64 * 2**20

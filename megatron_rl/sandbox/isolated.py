@@ -154,7 +154,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 @functools.cache
 def drops_user() -> bool:
-    """Return whether a scorer can run as nobody if this user is root: nobody must be able to read all modules."""
+    """Return whether a scorer of root can run as the user `nobody`, who must be able to reach the folders of all modules."""
     folders = {Path(path).resolve() for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
     return all(
         folder.stat().st_mode & stat.S_IXOTH for path in folders for folder in (path, *path.parents) if folder.exists()

@@ -210,7 +210,7 @@ def _problems(
     refuse(lora and not info.get("enable_lora"), "runs without --enable-lora, which sync.adapters = unmerged needs")
     if pushes:
         ranks = max(info.get("pp_size") or 1, info.get("dp_size") or 1)
-        refuse(ranks > 1, "runs with --pp-size or --dp-size above 1, where a push does not reach all ranks")
+        refuse(ranks > 1, "runs with --pp-size or --dp-size above 1, so a push does not reach all ranks")
     if info.get("device") == "cuda":
         experts, runner = expert_count(hf_config) > 0, info.get("moe_runner_backend")
         refuse(

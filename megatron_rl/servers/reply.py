@@ -127,9 +127,7 @@ def parse_reply(
         owners = np.repeat(np.arange(count), [len(ids) for ids in sets])
         among = np.isin(np.arange(count), owners[np.concatenate([*sets, tokens[:0]]) == tokens[owners]])
         if not among.all():
-            raise UserError(
-                f"SGLang says that token {among.argmin()} of a response is not among those it kept to sample from"
-            )
+            raise UserError(f"SGLang says that token {among.argmin()} of a response is not among the kept tokens")
     if routes is not None:
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
@@ -175,7 +173,7 @@ def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
 def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
     """Return int32 token sets of a JSON list of lists. Errors: as for `numbers`; UserError for tokens not in the vocabulary."""
     flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
-    _check_tokens(flat, vocabulary, "those it kept to sample from")
+    _check_tokens(flat, vocabulary, "the kept tokens")
     return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]
 
 
@@ -226,6 +224,6 @@ def _top(meta: dict[str, Any], tokens: int, k: int, vocabulary: int) -> TopLogPr
     ids, log_probs = flat
     never = log_probs <= NEVER
     ids, log_probs = np.where(never, -1, ids), np.where(never, np.float32(0), log_probs)
-    _check_tokens(ids[~never], vocabulary, "the likeliest ones")
-    _check_log_probs(log_probs, "the likeliest ones")
+    _check_tokens(ids[~never], vocabulary, "the likeliest tokens")
+    _check_log_probs(log_probs, "the likeliest tokens")
     return TopLogProbs(ids, log_probs)

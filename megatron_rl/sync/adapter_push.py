@@ -101,6 +101,6 @@ class AdapterSync:
         served = {address: r.get("weight_version") for address, r in zip(self.addresses, replies, strict=True)}
         if wrong := [f"{address} has '{found}'" for address, found in served.items() if found != self.version]:
             raise WeightSyncError(
-                f"weight sync: adapters of version '{self.version}' were pushed last, and {', '.join(wrong)}: restarted, or"
-                " changed by another program"
+                f"weight sync: adapters of version '{self.version}' were pushed last, and {', '.join(wrong)}: the"
+                " server was restarted, or another program changed its adapters"
             )

@@ -211,8 +211,8 @@ class WeightSync:
         served = zip(self.addresses, self._served(), strict=True)
         if wrong := [f"{address} has '{version}'" for address, version in served if version != self.version]:
             raise WeightSyncError(
-                f"weight sync: version '{self.version}' was pushed last, and {', '.join(wrong)}: restarted, or changed"
-                " by another program"
+                f"weight sync: version '{self.version}' was pushed last, and {', '.join(wrong)}: the server was"
+                " restarted, or another program changed its weights"
             )
         self._verify()
 

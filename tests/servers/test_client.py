@@ -343,12 +343,12 @@ def test_malformed_log_probs_of_a_prompt_are_refused(entries):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        ([[4], [3, 8]], "token 1 of a response is not among those it kept"),
+        ([[4], [3, 8]], "token 1 of a response is not among the kept tokens"),
         ([[9], [4]], "token 0 of a response is not among"),
         ([[4]], "2 tokens but 1 sets"),
-        ([[4], [9, 10]], "token 10 in those it kept"),
-        ([[4], [9, -1]], "token -1 in those it kept"),
-        ([[4], [9, 2**40]], "in those it kept"),
+        ([[4], [9, 10]], "token 10 in the kept tokens"),
+        ([[4], [9, -1]], "token -1 in the kept tokens"),
+        ([[4], [9, 2**40]], "in the kept tokens"),
         ([[4], ["9"]], "output_token_sampling_mask"),
         ([[4], "9"], "output_token_sampling_mask"),
         ([4, 9], "not what release"),
@@ -370,8 +370,8 @@ def test_kept_sets_are_cut_at_their_tokens():
 @pytest.mark.parametrize(
     ("ids", "values", "message"),
     [
-        ([1, 2, 3, 10], [-1.0] * 4, "token 10 in the likeliest ones"),
-        ([1, 2, 3, -1], [-1.0] * 4, "token -1 in the likeliest ones"),
+        ([1, 2, 3, 10], [-1.0] * 4, "token 10 in the likeliest tokens"),
+        ([1, 2, 3, -1], [-1.0] * 4, "token -1 in the likeliest tokens"),
         ([1, 2, 3, 4], [-1.0, np.nan, -1.0, -1.0], "has nan as log-prob of token 1 of the likeliest"),
         ([1, 2, 3, 4], [-1.0, -1.0, 0.5, -1.0], "has 0.5 as log-prob of token 2 of the likeliest"),
         ([1, 2, 3], [-1.0] * 3, "no 2 log-probs for each of 2 tokens"),

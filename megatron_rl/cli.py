@@ -202,7 +202,7 @@ COMMANDS: dict[str, Command] = {
             _switch("--suites", "one with tests of others too, for a checkout"),
             _switch("--gpu", "packages for GPUs too (the default where there is one)"),
             _switch("--no-gpu", "leave them out, also where there is a GPU"),
-            _switch("--force", "make the environments anew"),
+            _switch("--force", "make the environments again"),
         ),
         call=_setup,
     ),

@@ -25,7 +25,7 @@ for _module in (masked_log_softmax, sink_attention):
     if not same_torch(getattr(_module, "torch", ""), torch.__version__):
         raise UserError(
             f"megatron_rl's kernels are built for torch {getattr(_module, 'torch', 'of another release')}, and this is"
-            f" {torch.__version__}: tools/setup.sh --force builds them anew"
+            f" {torch.__version__}: tools/setup.sh --force builds them again"
         )
 
 CAPABILITY = (8, 0)

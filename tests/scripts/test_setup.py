@@ -30,13 +30,13 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "rollout.txt", "gpu.txt", "suites.txt"])
+@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "docs.txt", "rollout.txt", "gpu.txt", "suites.txt"])
 def test_lists_hold_sorted_exact_versions_alone(name):
     assert list(pins(name)) == sorted(pins(name))
 
 
 def test_trainer_lists_are_complete_and_are_what_is_installed():
-    wanted = pins("trainer.txt") | pins("test.txt")
+    wanted = pins("trainer.txt") | pins("test.txt") | pins("docs.txt")
     for name, version in wanted.items():
         assert importlib.metadata.version(name) == version
         for line in [] if name in NOT_WANTED_OF else importlib.metadata.requires(name) or []:
@@ -92,6 +92,7 @@ def fresh_checkout(tmp_path):
     lists = {
         "trainer.txt": {name: trainer[name] for name in ("setuptools", "wheel")},
         "test.txt": {"iniconfig": test["iniconfig"]},
+        "docs.txt": {"paginate": pins("docs.txt")["paginate"]},
         "rollout.txt": {name: pins("rollout.txt")[name] for name in ("packaging", "setuptools")},
     }
     for name, entries in lists.items():

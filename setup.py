@@ -51,7 +51,14 @@ SOURCE = (
     *("tools", "sglang_plugin/README.md", "sglang_plugin/pyproject.toml"),
 )
 """Files of a checkout, besides the packages, that `megatron-rl setup` needs. A wheel has them in megatron_rl/source/."""
-EXTRAS = {"trainer": "trainer", "rollout": "rollout", "gpu": "gpu", "dev": "test", "docs": "docs"}
+EXTRAS = {
+    "trainer": "trainer",
+    "rollout": "rollout",
+    "gpu": "gpu",
+    "dev": "test",
+    "docs": "docs",
+    "trackers": "trackers",
+}
 """Extra -> name of its list in requirements/."""
 APART = ("megatron-bridge", "transformer-engine-torch", "nvidia-mmath")
 """Packages that are not in the extras, because pip cannot install them together with the rest. See docs/install.md."""

@@ -50,7 +50,7 @@ def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Nam
         *("--eval.samples", str(args.eval_samples)),
         *("--rollout.max_staleness", str(staleness), "--rollout.record", "true", "--sync.transport", "distributed"),
         *("--correction.mode", "truncate", "--correction.high", "2.0"),
-        *("--logging.tensorboard", "false", "--checkpoint.every", "0"),
+        *("--logging.trackers", "[]", "--checkpoint.every", "0"),
     ]
     train_beside_server("configs/quickstart.yaml", options, addresses, log, args.timeout)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -64,7 +64,7 @@ def config_of(args: argparse.Namespace, folder: Path, model: Path) -> Path:
         "sync": {"transport": "tensor"},
         "checkpoint": {"every": 1, "keep": 1} | ({"async_save": True} if args.async_save else {}),
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -55,7 +55,7 @@ def run(name: str, sizes: tuple[int, ...], model: Path, folder: Path, args: argp
         *("--rollout.context_length", "64", "--rollout.max_staleness", str(staleness), "--rollout.record", "true"),
         *("--sync.transport", "distributed", "--correction.mode", "truncate", "--correction.high", "2.0"),
         *("--optimizer.warmup_steps", "0", "--optimizer.decay", "constant", "--optimizer.lr", "1e-6"),
-        *("--eval.prompts", "0", "--logging.tensorboard", "false", "--checkpoint.every", "0"),
+        *("--eval.prompts", "0", "--logging.trackers", "[]", "--checkpoint.every", "0"),
     ]
     train_beside_server(
         "configs/quickstart.yaml", options, folder / f"{name}-addresses", folder / f"{name}.log", args.timeout

@@ -104,7 +104,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
         },
         "sync": {"transport": args.transport},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     command = [

@@ -142,7 +142,7 @@ async def train(
     if last_step(folder) == steps:
         return 0.0
     shutil.rmtree(folder, ignore_errors=True)
-    own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
+    own = {"name": name, "runs_dir": root, "steps": steps, "logging.trackers": "[]"}
     start = time.monotonic()
     await run_command([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log", threads, environment)
     if not keep:

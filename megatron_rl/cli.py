@@ -284,10 +284,11 @@ COMMANDS: dict[str, Command] = {
             RUNS,
             _switch("--attribute", "attribute the mismatch to its sources: score a recorded batch again with one source removed"
                     " at a time, and print the shares. Keys of the run's config can be overridden (--parallel.expert 1)"),
+            _switch("--upload", "attach the page to each run in those of its trackers (logging.trackers) that store files"),
             _number("--step", "recorded step to attribute, counted from 0 (default: the newest)"),
             _number("--nproc", "number of processes on this machine, for --attribute", 1),
         ),
-        passes=("run",), call=_report,
+        passes=("run", "upload"), call=_report,
     ),
     "eval": _trains(
         SEE, "score the model on held-out prompts, sampled and greedy; with eval.likelihood: true, measure the"

@@ -54,7 +54,7 @@ unset VIRTUAL_ENV PYTHONHOME PYTHONPATH
 [[ $(uname -m) == x86_64 || $(uname -m) == aarch64 ]] || fail "there are no packages for $(uname -m)"
 
 declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-verifiers [suites]=.venv-suites)
-declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt requirements/docs.txt" [rollout]="requirements/rollout.txt"
+declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt requirements/docs.txt requirements/trackers.txt" [rollout]="requirements/rollout.txt"
     [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
 # Further inputs of each environment: files that its builds read.
 declare -A build=([trainer]="setup.py pyproject.toml tools/build_backend.py csrc sglang_plugin/pyproject.toml" [rollout]="sglang_plugin/pyproject.toml" [verifiers]=""

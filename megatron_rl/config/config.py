@@ -65,10 +65,10 @@ class LoggingConfig:
 
     progress: bool = True
     """Print progress on the terminal."""
-    tensorboard: bool = True
-    """Write metrics for TensorBoard into the run's folder."""
-    wandb_project: str | None = None
-    """Project of Weights & Biases that gets the metrics; null: none."""
+    trackers: list[str] = dataclasses.field(default_factory=lambda: ["tensorboard"])
+    """Services that get metrics and samples: tensorboard, wandb, mlflow, trackio, or your own as module:name. []: none."""
+    project: str = "megatron_rl"
+    """Project or experiment that groups runs in wandb, mlflow and trackio."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on rank 0's machine where Prometheus reads the newest metrics, as megatron_rl_metric{run, metric}. null:
     none."""

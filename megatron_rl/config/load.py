@@ -61,6 +61,8 @@ KNOWN_AS = {
     "freeze_router": "use model.freeze: ['*.mlp.router.*'] instead of true; leave it out instead of false",
     "normalize": "use correction.denominator: weights instead of true; leave it out instead of false",
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"), "did you mean 'batch.epochs'?"),
+    "tensorboard": "use logging.trackers: [tensorboard] instead of true, [] instead of false",
+    "wandb_project": "use logging.trackers: [wandb] and logging.project",
     "min_p": "use pruning.rho with pruning.enabled: true; leave it out instead of 0",
 }
 """Key (its last part) of other libraries -> hint in the error message."""

@@ -1,10 +1,8 @@
-"""The run's log: metrics.jsonl and samples.jsonl, TensorBoard, Weights & Biases, Prometheus, and the progress line."""
+"""The run's log: metrics.jsonl and samples.jsonl, trackers, Prometheus, and the progress line."""
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
-import importlib.util
 import json
 import math
 import operator
@@ -20,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_rl.config import Config
-from megatron_rl.credentials import bearer, hidden, key_of
+from megatron_rl.credentials import bearer, key_of
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.trackers import TrackedRun, Trackers, tracker_class
 
 METRICS_FILE = "metrics.jsonl"
 SCORES_FILE = "evals/scores.jsonl"
@@ -121,10 +120,10 @@ class RunLogger:
     def __init__(
         self, run_dir: Path, config: Config, *, resume_step: int = 0, active: bool = True, exports: bool = True
     ) -> None:
-        """resume_step: the step after which the run goes on; lines of later steps are cut off at the first write.
+        """resume_step: step after which the run continues; the first write removes lines of later steps.
 
-        exports: to Prometheus, where the config says so; what only looks may run beside the run that does.
-        Errors: UserError where a package that the config asks for is missing.
+        exports: False for a command that may run beside the run itself, whose Prometheus port it must not take.
+        Errors: UserError if a tracker does not exist or its package is missing.
         """
         self.run_dir = Path(run_dir)
         self.config = config
@@ -133,15 +132,14 @@ class RunLogger:
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_step)
         self._samples = JsonLines(self.run_dir / SAMPLES_FILE, resume_step)
         self._progress = _ProgressLine(config.steps, resume_step, active=active, shown=config.logging.progress)
-        self._services: list[Callable[[Mapping[str, float], int], object]] | None = None
-        """Functions that get each line's (numbers, step), from the first line on."""
+        self._started: Trackers | None = None
         self._open = ExitStack()
         for part in (self._samples, self._metrics, self._progress):
             self._open.callback(part.close)
         self._pending: Mapping[str, Any] = {}
         self._warned: set[str] = set()
-        if active and config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-            raise UserError("config: logging.wandb_project needs the package wandb: pip install wandb, or turn it off")
+        for name in config.logging.trackers if active else []:
+            tracker_class(name)
         self._exported = self._prometheus() if active and exports and config.logging.prometheus_port else None
 
     def say(self, line: str) -> None:
@@ -176,8 +174,10 @@ class RunLogger:
         Each rollout has prompt, response, reward, finish, count, reward/PART, and any other keys that are given.
         """
         if self.active:
-            for sample in samples:
-                self._samples.write(_plain({"step": step, **sample}))
+            plain = [_plain(sample) for sample in samples]
+            for sample in plain:
+                self._samples.write({"step": step, **sample})
+            self._trackers().log_samples(plain, step)
 
     def close(self) -> None:
         """Close all files and services."""
@@ -190,7 +190,7 @@ class RunLogger:
         self.close()
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Write a line and return it. What is not finite becomes None, is counted, and is said once for each name."""
+        """Write a line and return it. A value that is not finite becomes None and is counted; each name gets one warning."""
         values = {name: _plain(value) for name, value in {**dict.fromkeys(STANDARD), **metrics}.items()}
         wrong = [name for name, value in metrics.items() if value is not None and values[name] is None]
         for name in wrong:
@@ -200,32 +200,22 @@ class RunLogger:
         self._warned.update(wrong)
         values["log/not_finite"] = len(wrong)
         self._metrics.write({"step": step, **values})
-        if self._services is None:
-            wanted = {
-                self._tensorboard: self.config.logging.tensorboard,
-                self._wandb: self.config.logging.wandb_project,
-            }
-            self._services = [start() for start, on in wanted.items() if on]
-            self._services += [self._exported] if self._exported else []
-        for log in self._services:
-            log({name: value for name, value in values.items() if value is not None}, step)
+        numbers = {name: value for name, value in values.items() if value is not None}
+        self._trackers().log(numbers, step)
+        if self._exported:
+            self._exported(numbers, step)
         return values
 
-    def _tensorboard(self) -> Callable[[Mapping[str, float], int], None]:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = self._resume_step + 1 if self._resume_step else 0
-        writer = self._open.enter_context(SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge))
-
-        def log(values: Mapping[str, float], step: int) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        return log
+    def _trackers(self) -> Trackers:
+        """Return the trackers, which start with the first line, so that a run that fails early leaves none behind."""
+        if self._started is None:
+            run = TrackedRun.from_config(self.config, self.run_dir, self._resume_step)
+            self._started = Trackers(run, self.config.logging.trackers, self.say)
+            self._open.callback(self._started.close)
+        return self._started
 
     def _prometheus(self) -> Callable[[Mapping[str, float], int], None]:
-        """Errors: UserError where the port is taken: told at the start, and not at the first line."""
+        """Start the exporter. Errors: UserError if the port is taken."""
         from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app, start_http_server
 
         registry = CollectorRegistry()
@@ -264,26 +254,9 @@ class RunLogger:
 
         return log
 
-    def _wandb(self) -> Callable[[Mapping[str, float], int], None]:
-        import wandb  # pyright: ignore[reportMissingImports]  # the user's to install
-
-        id_file = self.run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
-        run = wandb.init(
-            project=self.config.logging.wandb_project,
-            name=self.config.name,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=str(self.run_dir),
-            config=hidden(dataclasses.asdict(self.config)),
-        )
-        self._open.callback(run.finish)
-        return run.log
-
 
 def _for_holders_of(key: str, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """A WSGI application for those who send the key, or for all where it is empty."""
+    """Return a WSGI application that answers requests with the key; an empty key allows all requests."""
     wanted = bearer(key).get("Authorization", "")
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

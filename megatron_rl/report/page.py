@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
+from megatron_rl.metrics.trackers import TrackedRun, Tracker, Trackers, tracker_class
 from megatron_rl.report import charts as vega
 from megatron_rl.report.charts import Chart, charts_of
 from megatron_rl.report.run_folder import (
@@ -51,12 +52,29 @@ class Card:
     wide: bool = False
 
 
-def report_command(folders: Sequence[Path]) -> None:
-    """Write the page, then print the evaluations of the runs and the path of the page. Errors: UserError as `write_report`."""
+def report_command(folders: Sequence[Path], upload: bool = False) -> None:
+    """Write the page, then print the evaluations of the runs and the path of the page.
+
+    upload: also attach the page to each run in its trackers. Errors: UserError as `write_report`.
+    """
     page, console = write_report(folders), Console()
     for table in filter(None, [*map(before_after, folders), compared(folders)]):
         console.print(table)
     print(f"report: {page}")
+    for folder in folders if upload else []:
+        _upload(page, folder)
+
+
+def _upload(page: Path, folder: Path) -> None:
+    run = read_run(folder)
+    project, names = run.setting("logging.project", "megatron_rl"), run.setting("logging.trackers", [])
+    storing = [name for name in names if tracker_class(name).add_file is not Tracker.add_file]
+    if not storing:
+        raise UserError(f"report: --upload: no tracker of {folder} stores files (logging.trackers: {names})")
+    tracked = TrackedRun(run.name, project, folder, run.last_step, run.config)
+    trackers = Trackers(tracked, storing, print)
+    print(f"report: attached in {', '.join(trackers.add_file(page)) or 'no tracker'}")
+    trackers.close()
 
 
 def write_report(run_dirs: Path | str | Sequence[Path | str]) -> Path:

@@ -327,7 +327,7 @@ CHECKS = (
     ),
     Check("DeepEP", _deepep, "model.moe_dispatcher: flex cannot be used; use alltoall"),
     Check("megatron_rl's kernels", _extension, broken="error"),
-    _package("wandb", "logging.wandb_project cannot be used; use TensorBoard"),
+    _package("wandb", "logging.trackers: [wandb] cannot be used; use tensorboard"),
     Check("sandbox", _sandbox),
     Check("control groups", _control_groups),
     Check("third-party scorers", _scorers),

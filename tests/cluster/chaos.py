@@ -93,7 +93,7 @@ def config_of(folder: Path, model: Path) -> dict:
         "sync": {"timeout_s": 60},
         "checkpoint": {"every": 1, "keep": 2},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False, "progress": False},
+        "logging": {"trackers": [], "progress": False},
     }
 
 

@@ -48,7 +48,7 @@ def config(tmp_path, tiny_model) -> Path:
         },
         "sync": {"timeout_s": TIMEOUT_S - 5},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False, "progress": False},
+        "logging": {"trackers": [], "progress": False},
     }
     path.write_text(json.dumps(tree))
     return path

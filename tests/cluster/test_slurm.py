@@ -48,7 +48,7 @@ class Job:
             },
             "checkpoint": {"every": EVERY, "keep": 2},
             "eval": {"prompts": 0},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
         self.config = folder / f"{name}.yaml"
         self.config.write_text(json.dumps(config))

@@ -39,7 +39,7 @@ def write_config(folder, rng: random.Random):
                 "rollout": {"context_length": 64},
                 "eval": {"prompts": 0},
                 "prune": {"calibration_samples": 20},
-                "logging": {"progress": False, "tensorboard": False},
+                "logging": {"progress": False, "trackers": []},
             }
         )
     )

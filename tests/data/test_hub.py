@@ -382,7 +382,7 @@ def test_a_run_learns_from_what_was_downloaded_and_goes_on_with_the_same_commit(
     config.write_text(
         f"model: {{path: some/model}}\ndata: {{path: {tmp_path / 'rows.jsonl'}}}\nruns_dir: {tmp_path}\nname: run\n"
         "batch: {prompts_per_step: 2, tokens_per_micro_batch: 64}\nrollout: {context_length: 64, max_new_tokens: 8}\n"
-        "precision: {train: fp32, rollout: fp32}\neval: {prompts: 0}\nlogging: {tensorboard: false}\n"
+        "precision: {train: fp32, rollout: fp32}\neval: {prompts: 0}\nlogging: {trackers: []}\n"
     )
     commits = {"main": FIRST}
     with hub({"some/model": Repo(tiny_model("qwen3"), commits)}) as served:

@@ -38,7 +38,7 @@ def write_config(folder: Path, model: Path) -> Path:
         "rollout": {"max_new_tokens": 300, "context_length": 340, "concurrency": 4, "record": True},
         "checkpoint": {"every": 0, "keep": 9},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(config))

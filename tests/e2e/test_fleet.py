@@ -132,7 +132,7 @@ def config(tmp_path, tiny_model) -> Path:
             "server": {"threads": 1, "max_total_tokens": 2048, "count": 2, "start_timeout_s": TIMEOUT_S},
         },
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False, "progress": False},
+        "logging": {"trackers": [], "progress": False},
     }
     path.write_text(json.dumps(tree))
     return path

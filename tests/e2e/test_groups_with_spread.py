@@ -55,7 +55,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
         },
         "checkpoint": {"every": 0, "keep": 9},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))

@@ -46,7 +46,7 @@ def files(tiny_model, tmp_path_factory):
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 8, "context_length": 28},
         "eval": {"every": 2},
-        "logging": {"progress": False, "tensorboard": False},
+        "logging": {"progress": False, "trackers": []},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -182,7 +182,7 @@ def train_by_ppo(
         config[section] = (
             {**config[section], **values} if isinstance(config.get(section), dict) and section != "data" else values
         )
-    config["logging"] = {"progress": False, "tensorboard": False, "samples": 8}
+    config["logging"] = {"progress": False, "trackers": [], "samples": 8}
     (files / f"{name}.yaml").write_text(yaml.safe_dump(config | more))
     forked("train", str(files / f"{name}.yaml"), "--name", name, timeout=240)
 

@@ -92,7 +92,7 @@ def write_config(folder: Path, model: Path) -> None:
         },
         "checkpoint": {"every": 1, "keep": 3},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     (folder / "config.yaml").write_text(json.dumps(config))
 

@@ -42,7 +42,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
             "demonstrations": {"min_reward": 1.0, "per_prompt": PER_PROMPT, "min_tokens": 2, "top_log_probs": K},
         },
         "eval": {"prompts": 0},
-        "logging": {"progress": False, "tensorboard": False},
+        "logging": {"progress": False, "trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))

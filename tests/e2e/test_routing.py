@@ -40,7 +40,7 @@ def start(folder: Path, name: str, model: Path, changes: dict, steps: int) -> su
         "precision": {"train": "fp32", "rollout": "bf16"},
         "rollout": {"max_new_tokens": 24, "context_length": 64},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     for section, values in changes.items():
         config[section] = {**config.get(section, {}), **values}

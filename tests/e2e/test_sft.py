@@ -59,7 +59,7 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
         "rollout": {"max_new_tokens": 8, "context_length": 28},
         "eval": {"every": 2, "prompts": 41},
         "checkpoint": {"every": 1, "keep": 1, "keep_best": 1},
-        "logging": {"progress": False, "tensorboard": False},
+        "logging": {"progress": False, "trackers": []},
     }
     path.write_text(yaml.safe_dump(config))
     done = forked("sft", str(path), ranks=2, timeout=240)
@@ -105,7 +105,7 @@ def test_a_launcher_that_is_told_to_end_ends_when_its_processes_have_saved(tmp_p
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 8, "context_length": 28},
         "checkpoint": {"every": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path.write_text(yaml.safe_dump(config))
     metrics = tmp_path / "ended" / "metrics.jsonl"

@@ -71,7 +71,7 @@ def written_config(folder: Path, model: Path) -> Path:
         },
         "eval": {"prompts": 6, "samples": 2, "pass_at": [1], "sets": {"own": {}, "zigzag": ZIGZAG}},
         "checkpoint": {"every": 2},
-        "logging": {"tensorboard": False, "profile_steps": [2]},
+        "logging": {"trackers": [], "profile_steps": [2]},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -64,7 +64,7 @@ def killed(tmp_path_factory, tiny_model) -> tuple[Path, list[str]]:
         "sync": {"transport": "tensor"},
         "eval": {"prompts": 0},
         "checkpoint": {"every": 1},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path, run = folder / "config.yaml", folder / "run"
     path.write_text(yaml.safe_dump(config))

@@ -38,7 +38,7 @@ def folder(tmp_path_factory, tiny_model):
         },
         "eval": {"prompts": 0},
         "checkpoint": {"every": 1, "keep": STEPS},
-        "logging": {"tensorboard": False, "progress": False},
+        "logging": {"trackers": [], "progress": False},
     }
     (folder / "sft.yaml").write_text(json.dumps(config | {"steps": 2}))
     assert main(["sft", str(folder / "sft.yaml"), "--name", "sft"]) == 0

@@ -47,7 +47,7 @@ def folder(tmp_path_factory, tiny_model):
         },
         "eval": {"prompts": 0},
         "checkpoint": {"every": 1, "keep": STEPS},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     command = ["train", str(folder / "config.yaml"), "--name"]

@@ -36,7 +36,7 @@ def finished(tmp_path_factory, tiny_model):
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 16, "context_length": 64, "record": True},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

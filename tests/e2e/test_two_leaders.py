@@ -29,7 +29,7 @@ def twice(tmp_path_factory, tiny_model) -> Path:
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 24, "context_length": 64, "record": True},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(config))

@@ -29,7 +29,7 @@ def train(folder: Path, model: Path, **sections: dict) -> list[dict]:
         "rollout": {"max_new_tokens": 12, "context_length": 64, "server": {"threads": 1, "max_total_tokens": 4096}},
         "sync": {"transport": "tensor"},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}

@@ -59,7 +59,7 @@ class Running:
         self.log = folder.with_name(f"{folder.name}-{command}.log")
         arguments = [command, str(config or folder), *flags]
         if command in NAMED:
-            own = {"runs_dir": str(folder.parent), "name": folder.name, "logging.tensorboard": False}
+            own = {"runs_dir": str(folder.parent), "name": folder.name, "logging.trackers": []}
             values = own | dict(values or {})
         arguments += overrides(values or {})
         folder.parent.mkdir(parents=True, exist_ok=True)

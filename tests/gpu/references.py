@@ -52,7 +52,7 @@ def make_training(folder: Path) -> None:
     work = folder / "work"
     tool = [sys.executable, "tools/make_tiny_model.py", "--preset", "quickstart", str(work / "model")]
     subprocess.run(tool, cwd=REPOSITORY, check=True, timeout=120)
-    common = ["--runs_dir", str(work), "--logging.tensorboard", "false"]
+    common = ["--runs_dir", str(work), "--logging.trackers", "[]"]
     command("sft", "configs/quickstart_sft.yaml", *common, "--name", "sft", "--model.path", str(work / "model"))
     rl = ["train", "configs/quickstart.yaml", *common, "--steps", str(STEPS), "--model.path", str(work / "sft" / "hf")]
     rl += ["--eval.prompts", "0", "--rollout.routes", "true", "--optimizer.warmup_steps", "1"]
@@ -90,7 +90,7 @@ def make_warm_start(family: str, folder: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     sizes = Sizes(heads=4, kv_heads=2, head_dim=64, vocab=64, **widths)
     make_tiny_model(family, work / "model", sizes=sizes, tokenizer=tokenizer, vector_noise=0.0)
-    cli = [sys.executable, "-m", "megatron_rl.cli", "sft", f"configs/{config}.yaml", "--logging.tensorboard", "false"]
+    cli = [sys.executable, "-m", "megatron_rl.cli", "sft", f"configs/{config}.yaml", "--logging.trackers", "[]"]
     cli += ["--runs_dir", str(work), "--name", "sft", "--model.path", str(work / "model")]
     subprocess.run(cli, cwd=REPOSITORY, check=True, timeout=1500)
     tuned = work / "sft" / "hf"

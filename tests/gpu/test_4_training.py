@@ -33,7 +33,7 @@ def train(recorded: Path, out: Path, *overrides: str) -> list[dict]:
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "configs/quickstart.yaml", "--runs_dir", str(out)]
     command += ["--name", "run", "--steps", str(STEPS), "--model.path", str(recorded / "model"), "--eval.prompts", "0"]
     command += ["--rollout.load", str(recorded / "rollouts"), "--rollout.routes", "true"]
-    command += ["--optimizer.warmup_steps", "1", "--logging.tensorboard", "false", *overrides]
+    command += ["--optimizer.warmup_steps", "1", "--logging.trackers", "[]", *overrides]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [line for line in read_json_lines(out / "run" / "metrics.jsonl") if line["step"] > 0]

@@ -59,7 +59,7 @@ def train(kernels, tmp_path, record_property) -> Callable[..., list[dict]]:
         command += ["--runs_dir", str(tmp_path), "--name", "run", "--steps", str(STEPS), "--nproc", str(nproc)]
         command += ["--model.path", str(model), "--precision.train", "bf16", "--precision.rollout", "bf16"]
         command += ["--rollout.routes", "true", "--optimizer.warmup_steps", "1", "--eval.prompts", "0"]
-        command += ["--logging.tensorboard", "false", *SMALLER, *kernels, *overrides]
+        command += ["--logging.trackers", "[]", *SMALLER, *kernels, *overrides]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=540)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         lines = [line for line in read_json_lines(tmp_path / "run" / "metrics.jsonl") if line["step"] > 0]

@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import STANDARD, RunLogger, read_json_lines
 from megatron_rl.servers.server import reserve_port
 
-CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False))
+CONFIG = Config(steps=10, logging=LoggingConfig(trackers=[]))
 
 
 def lines_of(folder):
@@ -122,7 +122,7 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
 
     # Files of one second are read by their number in the process, as text: 10 would come before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    config = replace(CONFIG, logging=LoggingConfig(tensorboard=True, progress=False))
+    config = replace(CONFIG, logging=LoggingConfig(trackers=["tensorboard"], progress=False))
     with RunLogger(tmp_path, config) as logger:
         for step in (1, 2, 3):
             logger.log_step(step, {"reward/mean": step / 4, "entropy": float("nan")})
@@ -140,7 +140,7 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
 
     reserved = reserve_port("")  # a port that was only looked up may be another process's by now
     port = reserved.getsockname()[1]
-    config = replace(CONFIG, name="a/b", logging=LoggingConfig(tensorboard=False, prometheus_port=port))
+    config = replace(CONFIG, name="a/b", logging=LoggingConfig(trackers=[], prometheus_port=port))
 
     def exported() -> dict[tuple[str, str | None], float]:
         text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).raise_for_status().text
@@ -172,7 +172,7 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
 def test_beyond_this_machine_prometheus_needs_a_key(tmp_path, monkeypatch):
     import httpx
 
-    open_to_all = LoggingConfig(tensorboard=False, prometheus_port=1, prometheus_address="0.0.0.0")
+    open_to_all = LoggingConfig(trackers=[], prometheus_port=1, prometheus_address="0.0.0.0")
     with pytest.raises(UserError, match=r"logging.prometheus_api_key: everybody who reaches 0.0.0.0 would see"):
         RunLogger(tmp_path, replace(CONFIG, logging=open_to_all))
     reserved = reserve_port("")
@@ -189,14 +189,6 @@ def test_beyond_this_machine_prometheus_needs_a_key(tmp_path, monkeypatch):
                 reply = httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers, timeout=30)
                 assert reply.status_code == status and (status == 200 or not reply.content)
     reserved.close()
-
-
-def test_wandb_that_is_missing_is_said_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    config = replace(CONFIG, logging=LoggingConfig(tensorboard=False, wandb_project="p"))
-    with pytest.raises(UserError, match="logging.wandb_project needs the package wandb"):
-        RunLogger(tmp_path, config)
-    RunLogger(tmp_path, config, active=False)
 
 
 def test_progress_within_a_step_is_said_seldom_without_a_terminal(tmp_path, capsys, monkeypatch):
@@ -216,7 +208,7 @@ def test_a_terminal_gets_one_live_line(tmp_path):
     program = f"""
 from megatron_rl.config import Config, LoggingConfig
 from megatron_rl.metrics.logger import RunLogger
-with RunLogger({str(tmp_path)!r}, Config(steps=4, logging=LoggingConfig(tensorboard=False))) as logger:
+with RunLogger({str(tmp_path)!r}, Config(steps=4, logging=LoggingConfig(trackers=[]))) as logger:
     for step in range(1, 5):
         logger.log_step(step, {{"reward/mean": step / 10, "throughput/tokens_per_s": 1234.0}})
         logger.progress(3, 8)

@@ -192,6 +192,7 @@ def test_extras_are_the_pinned_lists_without_what_pip_could_not_resolve(sdist):
         "gpu": {"transformer-engine-torch"},
         "dev": {"nvidia-mmath"},
         "docs": set(),
+        "trackers": set(),
     }
     assert set(metadata.get_all("Provides-Extra") or []) == set(apart)
     for extra, left_out in apart.items():

@@ -127,7 +127,7 @@ def config_of(model: Path, runs: Path, **rollout) -> Config:
             "rollout": {"context_length": 96, "max_new_tokens": 8, "server": server | {"count": 2}} | rollout,
             "sync": {"transport": "tensor", "timeout_s": 60.0},
             "checkpoint": {"every": 1},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
     )
 

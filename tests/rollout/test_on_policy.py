@@ -84,7 +84,7 @@ def claimant(server, reference, tmp_path_factory) -> Iterator[Claimant]:
             },
             "sync": {"transport": "tensor"},
             "eval": {"prompts": 0},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
     )
     try:

@@ -64,7 +64,7 @@ def config_of(model: Path, runs: Path, **changes) -> Config:
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"load": str(runs), "context_length": 32, "max_new_tokens": 8},
         "eval": {"prompts": 0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return build_config(tree | changes)
 

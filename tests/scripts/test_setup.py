@@ -30,13 +30,15 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "docs.txt", "rollout.txt", "gpu.txt", "suites.txt"])
+@pytest.mark.parametrize(
+    "name", ["trainer.txt", "test.txt", "docs.txt", "trackers.txt", "rollout.txt", "gpu.txt", "suites.txt"]
+)
 def test_lists_hold_sorted_exact_versions_alone(name):
-    assert list(pins(name)) == sorted(pins(name))
+    assert list(pins(f"{name}.txt")) == sorted(pins(f"{name}.txt"))
 
 
 def test_trainer_lists_are_complete_and_are_what_is_installed():
-    wanted = pins("trainer.txt") | pins("test.txt") | pins("docs.txt")
+    wanted = pins("trainer.txt") | pins("test.txt") | pins("docs.txt") | pins("trackers.txt")
     for name, version in wanted.items():
         assert importlib.metadata.version(name) == version
         for line in [] if name in NOT_WANTED_OF else importlib.metadata.requires(name) or []:
@@ -93,6 +95,7 @@ def fresh_checkout(tmp_path):
         "trainer.txt": {name: trainer[name] for name in ("setuptools", "wheel")},
         "test.txt": {"iniconfig": test["iniconfig"]},
         "docs.txt": {"paginate": pins("docs.txt")["paginate"]},
+        "trackers.txt": {"distro": pins("trackers.txt")["distro"]},
         "rollout.txt": {name: pins("rollout.txt")[name] for name in ("packaging", "setuptools")},
     }
     for name, entries in lists.items():

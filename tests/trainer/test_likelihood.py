@@ -73,7 +73,7 @@ def world(tmp_path_factory, tiny_model):
                 "first": {"path": str(folder / "eval.jsonl"), "prompts": 3},
             }
         },
-        "logging": {"progress": False, "tensorboard": False},
+        "logging": {"progress": False, "trackers": []},
     }
     file = folder / "config.yaml"
     file.write_text(json.dumps(config))

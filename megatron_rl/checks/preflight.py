@@ -28,7 +28,7 @@ from megatron_rl.config.conditions import LEARNING
 from megatron_rl.config.plan import OFFLINE, READ_ONLY, Kind, Plan, check_group, make_plan, total_updates
 from megatron_rl.config.registry import check_name
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.trackers import tracker_class
+from megatron_rl.metrics.trackers import TRACKERS
 from megatron_rl.servers.flags import check_extra_args
 from megatron_rl.sync.transports import TRANSPORTS
 
@@ -138,7 +138,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
     if not from_data:
         check_name("rollout program", config.rollout.program, dict.fromkeys(PROGRAMS), "rollout.program")
     for name in config.logging.trackers:
-        tracker_class(name)
+        check_name("tracker", name, TRACKERS, "logging.trackers")
     check_name("weight transport", config.sync.transport, TRANSPORTS, "sync.transport")
     if kind == "train":
         check_name("loss", config.algorithm.loss, dict.fromkeys(LOSSES), "algorithm.loss")

@@ -133,7 +133,7 @@ class WeightsAndBiases(Tracker):
     @override
     def log_samples(self, samples: Samples, step: int) -> None:
         columns, rows = table_of(samples)
-        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows)}, step=step)
+        self._run.log({"samples": self._wandb.Table(columns=[*columns], data=[[*row] for row in rows])}, step=step)
 
     @override
     def add_file(self, path: Path) -> bool:

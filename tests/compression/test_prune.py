@@ -157,5 +157,5 @@ def test_bad_input_is_one_line(tiny_model, tmp_path):
     done = forked("prune", str(config), "--model.path", str(model), "--prune.experts", "1", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl: error")]
-    assert "prune.experts = 1" in error and "take 2 or more" in error
+    assert "prune.experts = 1" in error and "use 2 or more" in error
     assert not (tmp_path / "runs").exists()

@@ -233,7 +233,7 @@ def test_without_identical_it_is_a_report(config, capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--rollout.addresses", "[127.0.0.1:1]"), "rollout.addresses lists servers"),
+        (("--rollout.addresses", "[127.0.0.1:1]"), "rollout.addresses lists external servers"),
         (("--tokens", "1"), "at least 1 and 2"),
         (("--precision.rollout", "fp8"), "precision.rollout"),
     ],

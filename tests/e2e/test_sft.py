@@ -90,7 +90,7 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     found = {file.name for file in (tmp_path / "sft" / "checkpoints").iterdir()}
     assert {f"step_{best:06d}", f"step_{STEPS:06d}"} == found
     assert f"best checkpoint: step {best}, eval/loss" in done.stdout
-    assert done.stdout.count("warning: sft does nothing with precision.rollout\n") == 1
+    assert done.stdout.count("warning: sft ignores these config keys: precision.rollout\n") == 1
 
 
 def test_a_launcher_that_is_told_to_end_ends_when_its_processes_have_saved(tmp_path, tiny_model):

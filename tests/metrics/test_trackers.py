@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -168,13 +169,22 @@ def test_a_tracker_that_fails_never_ends_the_run(tmp_path, values, capsys):
         ("trackio", "trackio needs the package trackio; install it with 'uv pip install trackio'"),
     ],
 )
-def test_mistakes_are_told_before_a_run_starts(name, problem, monkeypatch):
+def test_mistakes_are_told_before_a_run_starts(name, problem, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "trackio" else find(name, *a))
-    config = replace(run_of(name), data=DataConfig(task="number_sorting"))
     with pytest.raises(UserError) as raised:
-        check_config(config, "train", 1)
+        RunLogger(tmp_path, run_of(name))
     assert problem in str(raised.value) and "logging.trackers" in str(raised.value)
+    RunLogger(tmp_path, run_of(name), active=False)
+
+
+def test_an_unknown_name_is_told_before_torch_is_imported_and_a_missing_package_is_no_matter_of_the_config(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    for names, wrong in ((["wandb", "mlflow"], None), (["wandbb"], "there is no tracker 'wandbb'")):
+        config = replace(run_of(*names), data=DataConfig(task="number_sorting"))
+        with pytest.raises(UserError) if wrong else nullcontext() as raised:
+            check_config(config, "train", 1)
+        assert wrong is None or wrong in str(raised.value)
 
 
 def test_a_report_is_uploaded_only_where_files_are_stored(tmp_path, values, capsys):

@@ -138,7 +138,7 @@ def test_both_sides_have_the_same_nccl_setting(tmp_path, monkeypatch):
         (
             ["--attention-backend", "fa3"],
             {"dtype": "fp32"},
-            "has --attention-backend fa3, but this run needs triton: the",
+            "has --attention-backend fa3, but this run needs triton: others",
         ),
         (["--decode-attention-backend", "fa3"], {"dtype": "fp32"}, "has --decode-attention-backend fa3.*leave it out"),
         (["--dtype", "float16"], {}, "has --dtype, which is precision.rollout; set that key instead"),

@@ -370,7 +370,7 @@ def test_an_error_of_the_protocol_is_an_answer(asking, code):
         (None, "neither a url nor a command with args; found nothing"),
         ({"command": "x", "arg": ["y"]}, "unknown key 'arg'; did you mean 'args'"),
         ({"url": "http://x", "header": {}}, "unknown key 'header'; did you mean 'headers'"),
-        ({"url": "http://x", "headers": "A: b"}, r"headers: \{NAME: VALUE\} is wanted"),
+        ({"url": "http://x", "headers": "A: b"}, r"headers: must be \{NAME: VALUE\}"),
         ({"url": "http://x", "type": "sse"}, "type: a server with a url is http or streamable-http"),
         ({"command": "x", "type": "http"}, "type: a server with a command is stdio"),
         ({"command": "x", "args": "y"}, "neither a url nor a command with args: args"),

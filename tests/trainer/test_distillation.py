@@ -137,7 +137,7 @@ def test_its_mean_gradient_is_that_of_the_exact_reverse_kl():
 BAD = {
     r"distillation\.direction = reverse does nothing without .*; set distillation\.teacher": {"direction": "reverse"},
     r"distillation\.teacher = /gone: does not exist": {"teacher": "/gone"},
-    r"distillation\.teacher and distillation\.address are both given": {"teacher": "X", "address": "http://x"},
+    r"distillation\.teacher and distillation\.address are both set": {"teacher": "X", "address": "http://x"},
     r"distillation\.placement = advantage: demonstrations have no advantages": {
         "teacher": "X",
         "placement": "advantage",

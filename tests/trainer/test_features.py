@@ -138,8 +138,8 @@ BAD = {
         "feature_layers": [[0, 0]],
         "feature_coefficient": 0.0,
     },
-    r"feature_layers = \[\[9, 0\]\]: model\.path has layers 0 to \d, and not 9": {"feature_layers": [[9, 0]]},
-    r"feature_layers = \[\[0, 3\]\]: distillation\.teacher has layers 0 to 2, and not 3": {"feature_layers": [[0, 3]]},
+    r"feature_layers = \[\[9, 0\]\]: model\.path has layers 0 to \d, but not 9": {"feature_layers": [[9, 0]]},
+    r"feature_layers = \[\[0, 3\]\]: distillation\.teacher has layers 0 to 2, but not 3": {"feature_layers": [[0, 3]]},
     r"feature_layers = \[\[0, 0\]\]: this needs a teacher that the trainer runs": {
         "feature_layers": [[0, 0]],
         "teacher": None,

@@ -149,14 +149,14 @@ BAD = {
     r"lora\.targets: '\*\.linear_q' matches no parameter .* did you mean": {
         "lora": {"rank": 4, "targets": ["*.linear_q"]}
     },
-    r"lora\.targets has decoder\.layers\.0.* and not decoder\.layers\.[123]": {
+    r"lora\.targets has decoder\.layers\.0.* but not .*decoder\.layers\.[123]": {
         "lora": {"rank": 4, "targets": ["decoder.layers.0.*"]}
     },
     r"parallel\.expert_tensor = 2 with an adapter of .*experts": {
         "lora": {"rank": 4},
         "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2},
     },
-    r"lora\.rank = 3 is not divisible by parallel\.tensor = 2.*take 4": {
+    r"lora\.rank = 3 is not divisible by parallel\.tensor = 2.*use 4": {
         "lora": {"rank": 3},
         "parallel": {"tensor": 2, "expert_tensor": 1},
     },

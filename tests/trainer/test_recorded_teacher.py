@@ -175,8 +175,8 @@ def test_packing_brings_each_label_its_own_row(context):
 
 
 BAD = {
-    r"distillation\.teacher and distillation\.recorded are both given": ("sft", {"recorded": True, "teacher": "X"}),
-    r"distillation\.address and distillation\.recorded are both given": (
+    r"distillation\.teacher and distillation\.recorded are both set": ("sft", {"recorded": True, "teacher": "X"}),
+    r"distillation\.address and distillation\.recorded are both set": (
         "sft",
         {"recorded": True, "address": "http://x"},
     ),

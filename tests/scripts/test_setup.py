@@ -30,9 +30,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-@pytest.mark.parametrize(
-    "name", ["trainer.txt", "test.txt", "docs.txt", "trackers.txt", "rollout.txt", "gpu.txt", "suites.txt"]
-)
+@pytest.mark.parametrize("name", ["trainer", "test", "docs", "trackers", "rollout", "gpu", "suites"])
 def test_lists_hold_sorted_exact_versions_alone(name):
     assert list(pins(f"{name}.txt")) == sorted(pins(f"{name}.txt"))
 

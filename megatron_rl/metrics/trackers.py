@@ -145,6 +145,7 @@ class WeightsAndBiases(Tracker):
     @override
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # ends its service process, in which another run of the same id would get lost
 
 
 class MLflow(Tracker):

@@ -3,12 +3,15 @@
     tools/start_ranks.py train CONFIG --processes G --machines N --machine-rank I --meet HOST:PORT --key-folder FOLDER \
         [--section.key VALUE ...]
 
-Each machine calls this program with the same arguments, except for its own rank I. Rank 0 listens at HOST:PORT. The folder FOLDER
-holds the key with which the processes sign their messages; all machines see it, and the first machine creates the key.
+Each machine calls this program with the same arguments, except for its own rank I. Rank 0 listens at HOST:PORT. All machines
+see FOLDER, which holds the key with which the processes sign their messages. The first machine creates the key.
 
-SIGTERM and SIGUSR1 tell the processes to save and stop. If one process fails, the others are stopped too. The exit status is
-0 if the run is complete, 2 for an error that only a person can repair (before the first step), 143 if the run was told to stop, and
-1 for any other failure, after which the run can be started again.
+SIGTERM and SIGUSR1 tell the processes to save and stop. If one process fails, the others are stopped too. Exit statuses:
+
+    0      all processes succeeded
+    2      an error before the first step, which only a person can repair
+    143    the run was told to stop, and can be resumed
+    1      any other failure, after which the run can be resumed
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ def main() -> int:
     except UserError as error:
         print(f"start_ranks: error: {error}", file=sys.stderr)
         return MISTAKE
-    return run(config, [args.command, args.config, *overrides], environments_of(args, key))
+    command = [sys.executable, "-m", "megatron_rl.cli", args.command, args.config, *overrides]
+    return run(config, command, environments_of(args, key))
 
 
 def environments_of(args: argparse.Namespace, key: str) -> list[dict[str, str]]:
@@ -79,10 +83,9 @@ def environments_of(args: argparse.Namespace, key: str) -> list[dict[str, str]]:
     return [os.environ | shared | {"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(args.processes)]
 
 
-def run(config: Config, words: list[str], environments: list[dict[str, str]]) -> int:
+def run(config: Config, command: list[str], environments: list[dict[str, str]]) -> int:
     """Run the processes to their end, and return the exit status of this program."""
     started, told = time.time(), False
-    command = [sys.executable, "-m", "megatron_rl.cli", *words]
     processes: list[subprocess.Popen[bytes]] = []
 
     def stop(*_: object) -> None:
@@ -96,7 +99,7 @@ def run(config: Config, words: list[str], environments: list[dict[str, str]]) ->
         if not told:
             processes.append(subprocess.Popen(command, env=environment))
     kill_at = None
-    while any(process.poll() is None for process in processes):
+    while None in [process.poll() for process in processes]:  # polls every process, as any() would not
         if any(process.returncode for process in processes):
             now = time.monotonic()
             if kill_at is None:

@@ -1,7 +1,7 @@
 """`megatron-rl launch kubernetes`: write a config as a JobSet, with the objects beside it, and submit them with kubectl.
 
-The JobSet (jobset.x-k8s.io/v1alpha2) has a job for the trainer, one pod per node, and a job for each SGLang server. All pods share
-one volume, which holds models, data, checkpoints and the addresses of the servers. docs/kubernetes.md explains the parts.
+The JobSet (jobset.x-k8s.io/v1alpha2) has one job for the trainer, with one pod per node, and one job for each SGLang server.
+All pods share a volume, which holds models, data, checkpoints and the addresses of the servers. See docs/kubernetes.md.
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ def cluster_config(config: Config, args: argparse.Namespace, overrides: Sequence
     """
     values = parse_overrides([*overrides], parse_yaml(Path(args.config).read_text(encoding="utf-8")))
     if hidden(values) != values:
-        raise UserError(f"launch: {args.config} contains a secret: write env:NAME in its place, and use --secret")
+        raise UserError(
+            f"launch: {args.config} contains a password or key in plain text; write env:NAME instead, and give it with --secret"
+        )
     here = data_paths(config) | {".".join(map(str, place)): text for place, text in model_places(config).items()}
     for key, path in here.items():
-        names_file = key != "runs_dir" and path and not Path(path).is_absolute()
-        if names_file and (Path(path).exists() or (key == "model.path" and hub_id(path) is None)):
+        if key == "runs_dir" or not path or Path(path).is_absolute():
+            continue
+        if Path(path).exists() or (key == "model.path" and hub_id(path) is None):
             raise UserError(
                 f"config: {key} = {path}: the cluster's machines do not have this file; copy it to the volume, and give its"
                 f" absolute path below {mount}"
@@ -180,12 +183,22 @@ def _trainer(name: str, config: Config, nodes: Nodes, args: argparse.Namespace) 
 def _server(name: str, config: Config, nodes: Nodes, args: argparse.Namespace) -> dict[str, Any]:
     several = nodes.nodes_per_server
     file = f"{_folder(name, args)}/server-$(SERVER).address"
-    words = ["python", "tools/serve.py", f"{CONFIG_FOLDER}/config.yaml", "--host", "$(POD_IP)", "--address-file", "$(ADDRESS_FILE)"]
+    words = [
+        "python",
+        "tools/serve.py",
+        f"{CONFIG_FOLDER}/config.yaml",
+        "--host",
+        "$(POD_IP)",
+        "--address-file",
+        "$(ADDRESS_FILE)",
+    ]
     if several > 1:
         words += ["--nodes", str(several), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
         words += ["--meet", f"{name}-servers-$(SERVER)-0.{name}:{PORT}"]
     container = _container(words, min(nodes.server_gpus, nodes.gpus), args)
-    container["env"].append({"name": "ADDRESS_FILE", "value": file})  # Kubernetes puts variables into no command of a probe
+    container["env"].append(
+        {"name": "ADDRESS_FILE", "value": file}
+    )  # Kubernetes puts variables into no command of a probe
     if several == 1:
         probe = {"exec": {"command": ["python", "-c", PROBE]}, "periodSeconds": 10, "timeoutSeconds": 30}
         container["startupProbe"] = {**probe, "failureThreshold": BRING_UP_S // 10}

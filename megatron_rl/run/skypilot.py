@@ -25,12 +25,12 @@ def task_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) 
 
     Errors: UserError for problems that would otherwise show only on the cluster.
     """
+    if args.gpus_per_node < 1:
+        raise UserError(f"launch: --gpus-per-node {args.gpus_per_node}: a SkyPilot task needs at least 1")
     nodes = checked_nodes(config, args)
     missing = [flag for flag in ("accelerator", "volume") if not getattr(args, flag)]
     if missing:
         raise UserError(f"launch: skypilot needs --{missing[0]}; see megatron-rl launch --help")
-    if nodes.gpus < 1:
-        raise UserError("launch: skypilot needs --gpus-per-node of at least 1")
     if args.run == "train" and args.nodes > 1:
         raise UserError(
             f"launch: --nodes {args.nodes}: a SkyPilot task trains by RL on one node, which its servers share; use launch"

@@ -6,12 +6,10 @@
 Each machine calls this program with the same arguments, except for its own rank I. Rank 0 listens at HOST:PORT. All machines
 see FOLDER, which holds the key with which the processes sign their messages. The first machine creates the key.
 
-SIGTERM and SIGUSR1 tell the processes to save and stop. If one process fails, the others are stopped too. Exit statuses:
+SIGTERM and SIGUSR1 tell the processes to save and stop. If one process fails, the others are stopped too.
 
-    0      all processes succeeded
-    2      an error before the first step, which only a person can repair
-    143    the run was told to stop, and can be resumed
-    1      any other failure, after which the run can be resumed
+The exit status is 0 if all processes succeeded, and 143 if the run was told to stop and can be resumed. It is 2 for an error
+before the first step, which only a person can repair. It is 1 for any other failure, after which the run can be resumed.
 """
 
 from __future__ import annotations

@@ -389,7 +389,7 @@ class Pods:
         return "\n".join(log.read_text()[-2000:] for log in self.logs)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # each process imports the trainer: 70 seconds
 def test_two_pods_train_save_when_one_is_removed_and_resume(capsys, tmp_path, tiny_model):
     model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
     (tmp_path / "model").symlink_to(model)

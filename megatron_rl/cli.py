@@ -122,7 +122,8 @@ def _plan(command: Command, args: argparse.Namespace, rest: list[str], _: list[s
 def _launch(command: Command, args: argparse.Namespace, rest: list[str], _: list[str]) -> int | None:
     from megatron_rl.config.load import load_config
 
-    return _call(command, args, load_config(args.config, rest), args, rest)
+    launch = pkgutil.resolve_name(f"megatron_rl.run.{args.scheduler}:launch_command")
+    return launch(load_config(args.config, rest), args, rest)
 
 
 def _report(command: Command, args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
@@ -251,25 +252,38 @@ COMMANDS: dict[str, Command] = {
         "megatron_rl.train:train", "train",
     ),
     "launch": Command(
-        LEARN, "run a config on a cluster: write the batch script and submit it",
-        "megatron_rl.run.slurm:launch_command", more=" The script is kept in the run's folder.",
+        LEARN, "run a config on a cluster: write the job for SLURM, Kubernetes or SkyPilot, and submit it",
+        "megatron_rl.run.slurm:launch_command",
         flags=(
-            _flag("scheduler", "scheduler of the cluster", choices=("slurm",)),
-            _flag("config", "YAML file that all nodes can read", metavar="CONFIG"),
+            _flag("scheduler", "scheduler of the cluster; skypilot only with --dry-run",
+                  choices=("slurm", "kubernetes", "skypilot")),
+            _flag("config", "YAML file; for slurm, all nodes must see it", metavar="CONFIG"),
             _for("command to run (default train)"),
             _number("--nodes", "number of nodes; on one node, trainer and SGLang servers share it", required=True),
             _number("--gpus-per-node", "number of GPUs per node (default 8); 0: none", 8),
             _number("--train-nodes", "number of nodes that train; the others run SGLang servers (default half)"),
             _number("--server-gpus", "number of GPUs per SGLang server (default rollout.server.tensor)"),
-            _flag("--time", "time limit of the job, after which it is requeued (default 24:00:00)", default="24:00:00"),
-            _number("--grace", "seconds before the time limit at which the trainer saves and stops (default 600)", 600, "S"),
-            _flag("--account", "sbatch's --account"),
-            _flag("--partition", "sbatch's --partition"),
-            _flag("--container", "container image for pyxis", metavar="IMAGE"),
-            _flag("--mounts", "container mounts for pyxis (default: the checkout)"),
-            _flag("--option", "further sbatch option, repeatable: --option=--qos=high", action="append", default=[],
+            _number("--grace", "seconds that the trainer gets to save and stop: before the time limit (slurm), or when its pod"
+                    " is removed (kubernetes); default 600", 600, "S"),
+            _switch("--dry-run", "print the job without submitting it"),
+            _flag("--time", "slurm: time limit of the job, after which it is requeued (default 24:00:00)", default="24:00:00"),
+            _flag("--account", "slurm: sbatch's --account"),
+            _flag("--partition", "slurm: sbatch's --partition"),
+            _flag("--container", "slurm: container image for pyxis", metavar="IMAGE"),
+            _flag("--mounts", "slurm: container mounts for pyxis (default: the checkout)"),
+            _flag("--option", "slurm: further sbatch option, repeatable: --option=--qos=high", action="append", default=[],
                   metavar="OPTION"),
-            _switch("--dry-run", "print the script without submitting it"),
+            _flag("--mount-path", "kubernetes, skypilot: folder at which machines see the volume (default /shared)",
+                  default="/shared", metavar="PATH"),
+            _flag("--image", "kubernetes: container image with a checkout and its two environments"),
+            _flag("--pvc", "kubernetes: PersistentVolumeClaim that all pods can write (ReadWriteMany)", metavar="NAME"),
+            _flag("--namespace", "kubernetes: namespace (default: kubectl's)", metavar="NAME"),
+            _flag("--secret", "kubernetes: Secret whose keys become environment variables, repeatable", action="append",
+                  default=[], metavar="NAME"),
+            _flag("--queue", "kubernetes: queue of Kueue", metavar="NAME"),
+            _number("--max-restarts", "kubernetes: restarts after which the JobSet fails (default 20)", 20),
+            _flag("--accelerator", "skypilot: name of the GPU, such as H100", metavar="NAME"),
+            _flag("--volume", "skypilot: volume for models, data and runs", metavar="NAME"),
         ),
         overrides=True, call=_launch,
     ),

@@ -338,6 +338,24 @@ _Dumper.yaml_implicit_resolvers = {
 }
 
 
+class _Blocks(_Dumper):
+    """Writes texts of several lines as blocks, and no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def dump_yaml(*documents: Any) -> str:
+    """Return plain values as YAML, one document each. YAML 1.1 and 1.2 read the same numbers and texts from it."""
+    return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
+
+
 def to_yaml(config: Config) -> str:
     """Return the whole config as YAML, with defaults and without secrets, as a run's config.yaml stores it."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")

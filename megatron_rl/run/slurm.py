@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.checks.model_folders import overrides_of, with_folders
-from megatron_rl.checks.preflight import check_config
 from megatron_rl.config import Config, job_name
 from megatron_rl.errors import UserError
+from megatron_rl.run.nodes import checked_nodes, data_paths
 from megatron_rl.run.run_lock import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,38 +129,16 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
             f"launch: --time {args.time} leaves less time to train than --grace {args.grace} s to save: increase"
             " --time, or decrease --grace"
         )
-    if args.nodes < 1 or args.gpus_per_node < 0:
-        raise UserError(
-            f"launch: --nodes {args.nodes} --gpus-per-node {args.gpus_per_node}: --nodes must be at least 1,"
-            " --gpus-per-node at least 0"
-        )
-    if args.train_nodes is not None and not (1 <= args.train_nodes < args.nodes or args.nodes == args.train_nodes == 1):
-        raise UserError(
-            f"launch: --train-nodes {args.train_nodes} of --nodes {args.nodes} leaves no node for SGLang servers; use"
-            " fewer --train-nodes"
-        )
-    server_gpus = args.server_gpus or config.rollout.server.tensor
-    gpus, serving = max(1, args.gpus_per_node), args.nodes - (args.train_nodes or args.nodes // 2)
-    several = server_gpus // gpus if server_gpus > gpus else 1
-    if max(server_gpus, gpus) % min(server_gpus, gpus) or (args.nodes > 1 and serving % several):
-        raise UserError(
-            f"launch: --server-gpus {server_gpus} does not split the {gpus} GPUs of a node or the {serving} serving"
-            " nodes into whole servers"
-        )
     for option in [*filter(None, (args.account, args.partition)), *args.option]:
         if len(option.splitlines()) > 1:
             raise UserError(
                 f"launch: option {option!r} contains a line break, which would start a command in the script; remove it"
             )
-    trainers = args.nodes if args.nodes == 1 or args.run != "train" else args.train_nodes or args.nodes // 2
-    check_config(config, args.run, trainers * gpus)
+    nodes = checked_nodes(config, args)
     found = with_folders(config, args.run)
     # The job runs in the checkout, but the config's paths are relative to the current folder.
-    paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
-    paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    paths |= {f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()}
     overrides = [*overrides, *overrides_of(config, found)]
-    for key, path in paths.items():
+    for key, path in data_paths(config).items():
         if path and (key == "runs_dir" or Path(path).exists()):
             overrides += [f"--{key}", str(Path(path).resolve())]
     variables = {"CONTAINER": args.container, "MOUNTS": args.mounts}
@@ -172,7 +150,7 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
         train_nodes=args.train_nodes,
-        server_gpus=server_gpus,
+        server_gpus=nodes.server_gpus,
         time=args.time,
         grace_s=args.grace,
         options=[*[f"--{name}={value}" for name, value in named.items() if value], *args.option],

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,6 +194,14 @@ def follow_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def forget_exit_handlers() -> None:
+    """Drop what the zygote's imports do at their process's end: a fork that ends must not remove the zygote's folders."""
+    atexit._clear()
+    for entry in weakref.finalize._registry.values():
+        entry.atexit = False
+    weakref.finalize._registered_with_atexit = False  # the first finalizer of this process registers again
+
+
 def take_place(environment: Mapping[str, str], folder: str, path: Sequence[str]) -> None:
     """Have the environment, folder, path and signals that a process which is started there would have."""
     os.environ.clear()
@@ -233,6 +242,7 @@ def _answer(content: int, files: list[int]) -> None:
         request = pickle.load(file)
     if request["follows"]:
         follow_parent()
+    forget_exit_handlers()
     take_place(request["environment"], request["folder"], request["path"] or sys.path)
     module, _, name = request["target"].partition(":")
     target = getattr(importlib.import_module(module), name)

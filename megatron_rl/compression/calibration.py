@@ -40,7 +40,7 @@ class RealTokens:
 
 
 class Watched:
-    """The trainer's chunks inside `watching`; knows the micro-batch of the current pass."""
+    """State of `watching`: the trainer, and the micro-batch of the current forward pass."""
 
     def __init__(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self._trainer = trainer

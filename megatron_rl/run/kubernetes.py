@@ -183,22 +183,14 @@ def _trainer(name: str, config: Config, nodes: Nodes, args: argparse.Namespace) 
 def _server(name: str, config: Config, nodes: Nodes, args: argparse.Namespace) -> dict[str, Any]:
     several = nodes.nodes_per_server
     file = f"{_folder(name, args)}/server-$(SERVER).address"
-    words = [
-        "python",
-        "tools/serve.py",
-        f"{CONFIG_FOLDER}/config.yaml",
-        "--host",
-        "$(POD_IP)",
-        "--address-file",
-        "$(ADDRESS_FILE)",
-    ]
+    words = ["python", "tools/serve.py", f"{CONFIG_FOLDER}/config.yaml"]
+    words += ["--host", "$(POD_IP)", "--address-file", "$(ADDRESS_FILE)"]
     if several > 1:
         words += ["--nodes", str(several), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
         words += ["--meet", f"{name}-servers-$(SERVER)-0.{name}:{PORT}"]
     container = _container(words, min(nodes.server_gpus, nodes.gpus), args)
-    container["env"].append(
-        {"name": "ADDRESS_FILE", "value": file}
-    )  # Kubernetes puts variables into no command of a probe
+    # A variable, as Kubernetes does not expand $(NAME) in the command of a probe.
+    container["env"].append({"name": "ADDRESS_FILE", "value": file})
     if several == 1:
         probe = {"exec": {"command": ["python", "-c", PROBE]}, "periodSeconds": 10, "timeoutSeconds": 30}
         container["startupProbe"] = {**probe, "failureThreshold": BRING_UP_S // 10}

@@ -36,7 +36,7 @@ from megatron_rl.trainer.objective import (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch and its parts of a `ModelPass`: the fields have the same meaning as there."""
+    """One micro-batch of a `ModelPass`, with its entry of each of the pass's lists."""
 
     index: int
     batch: Batch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,36 @@ def test_an_error_is_a_status_and_is_in_the_log(zygote):
     process = Process(zygote, "math:sqrt", (-1,))
     process.join(60)
     assert process.exitcode == 1 and "ValueError" in zygote.log().read_text()
+
+
+KEEPS = """import atexit, tempfile
+from pathlib import Path
+folder = tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix="of-the-zygote-")
+atexit.register(folder.cleanup)
+"""
+
+
+def make_folder_and_end(place: str) -> None:
+    """A fork that keeps a temporary folder until its end, as a program of Python's own would end."""
+    import keeps
+
+    assert Path(keeps.folder.name).is_dir()
+    own = tempfile.TemporaryDirectory(dir=place, prefix="of-the-fork-")
+    atexit.register(Path(place, "ended").touch)
+    Path(place, "name").write_text(own.name)
+    atexit._run_exitfuncs()
+
+
+def test_its_end_removes_its_own_temporary_folders_and_none_of_the_zygotes(tmp_path):
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    zygote = Zygote("keeps", ("keeps",), environment={"PYTHONPATH": str(tmp_path)})
+    for _ in range(2):
+        process = Process(zygote, make_folder_and_end, (str(tmp_path),), path=[str(tmp_path), *sys.path])
+        process.join(60)
+        assert process.exitcode == 0, zygote.log().read_text()
+        assert (tmp_path / "ended").exists() and not Path((tmp_path / "name").read_text()).exists()
+        (tmp_path / "ended").unlink()
+    assert len([*tmp_path.glob("of-the-zygote-*")]) == 1
 
 
 def test_it_is_killed_and_ends_with_the_object_that_stands_for_it(zygote):

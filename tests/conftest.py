@@ -103,7 +103,7 @@ LONG = (
     "routing/test_replay.py::test_families",
     "routing/test_replay.py::test_four_ranks",
     "scripts/test_upcycle.py::test_tokenizer_is_the_original",
-    "sync/test_push.py::test_the_step_goes_on_when_the_server_is_killed_in_a_push",
+    "sync/test_push.py::test_the_step_goes_on_when_a_server_is_killed_in_a_push",
     "sync/test_push_fp8.py::test_rounded_weights_are_served",
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
     "trainer/test_features.py::test_layouts_distill_as_one_process",

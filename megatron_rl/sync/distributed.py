@@ -1,12 +1,14 @@
-"""Transport by broadcast from the trainer to all engines, in a separate torch process group: NCCL with CUDA, else gloo."""
+"""Transport by broadcast from the trainer to all engines, in separate torch process groups: NCCL with CUDA, else gloo."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 from urllib.parse import urlsplit
@@ -21,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class DistributedTransport(Transport):
-    """Sends by `/update_weights_from_distributed`: trainer rank 0 is rank 0 of the group, followed by the servers' ranks.
+    """Sends by `/update_weights_from_distributed`: trainer rank 0 is rank 0 of each group, followed by the servers' ranks.
 
-    The group is a bare backend object. It is in no registry of torch.distributed, and no other group depends on it, so a group
+    NCCL has one group with all servers, because its broadcast passes data on from server to server. Gloo has one group for each
+    server: if a member of a gloo group dies, a broadcast skips other members, which then wait until their timeout, and
+    `abort` does not wake them (torch 2.14).
+
+    A group is a bare backend object. It is in no registry of torch.distributed, and no other group depends on it, so a group
     that fails is discarded and replaced.
     """
 
@@ -36,8 +42,8 @@ class DistributedTransport(Transport):
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.timeout = timedelta(seconds=engines.timeout_s)
         self._name = ""
-        self._group: Any = None  # a backend, of which torch declares no broadcast
-        self._store: TCPStore | None = None
+        self._groups: list[Any] = []  # backends, of which torch declares no broadcast
+        self._stores: list[TCPStore] = []
         # A separate stream, so that waiting for the broadcast does not wait for the kernels of the next bucket.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -47,46 +53,41 @@ class DistributedTransport(Transport):
 
         self.close()
         name = f"weights-{uuid.uuid4().hex[:8]}"
-        host = _own_address(self.engines.addresses[0])
-        size = 1 + self.tensor_parallel * len(self.engines.addresses)
-        self._store = listening_store(host, 0, size, self.timeout, wait=False)
-        port = self._store.port
+        addresses = self.engines.addresses
+        host = _own_address(addresses[0])
+        together = len(addresses) if self.backend == "nccl" else 1
+        size = 1 + self.tensor_parallel * together
+        ports = []
+        for _ in range(len(addresses) // together):
+            self._stores.append(listening_store(host, 0, size, self.timeout, wait=False))
+            ports.append(self._stores[-1].port)
         # The servers join at the same time as this side: all sides block until every rank has joined.
         calls = self.engines.start(
             "/init_weights_update_group",
             [
                 {
                     "master_address": host,
-                    "master_port": port,
-                    "rank_offset": 1 + self.tensor_parallel * index,
+                    "master_port": ports[index // together],
+                    "rank_offset": 1 + self.tensor_parallel * (index % together),
                     "world_size": size,
                     "group_name": name,
                     "backend": self.backend,
                 }
-                for index in range(len(self.engines.addresses))
+                for index in range(len(addresses))
             ],
         )
-        joined: Future = Future()
-
-        def join() -> None:
-            try:
-                joined.set_result(self._join(host, port, name, size))
-            except BaseException as error:
-                joined.set_exception(error)
-
-        # In a separate thread, so that a server's refusal ends the wait at once, and not after the store's timeout.
-        thread = threading.Thread(target=join, daemon=True)
-        thread.start()
+        # In separate threads, so that a server's refusal ends the wait at once, and not after the store's timeout.
+        joined = [_in_thread(partial(self._join, host, port, name, size)) for port in ports]
         try:
             self.engines.wait(calls)
-            self._name, self._group = name, joined.result(self.engines.timeout_s)
+            self._name, self._groups = name, [group.result(self.engines.timeout_s) for group in joined]
         except (RuntimeError, TimeoutError) as error:
             reason = str(error) or f"not within {self.engines.timeout_s:g} s (sync.timeout_s)"
-            servers = ", ".join(self.engines.addresses)
+            servers = ", ".join(addresses)
             raise WeightSyncError(f"weight sync: no {self.backend} group with {servers}: {reason}") from None
         finally:
-            if self._group is None:  # without the store, joined ranks stop waiting for a rank that died
-                self._store = None
+            if not self._groups:  # without the stores, joined ranks stop waiting for a rank that died
+                self._stores.clear()
 
     def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
         """Join the group like SGLang's init_custom_process_group, with the same nested prefixes in the store.
@@ -125,9 +126,10 @@ class DistributedTransport(Transport):
             },
         )
         with torch.cuda.stream(self._stream):
-            work = self._group.broadcast([bucket.data], _broadcast_options(self.timeout))
+            works = [group.broadcast([bucket.data], _broadcast_options(self.timeout)) for group in self._groups]
             self.engines.wait(calls)
-            work.wait(self.timeout)
+            for work in works:
+                work.wait(self.timeout)
         if self._stream is not None:
             self._stream.synchronize()  # NCCL's wait blocks only the stream, not this thread
 
@@ -138,12 +140,26 @@ class DistributedTransport(Transport):
 
     @override
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
+        groups, self._groups = self._groups, []
+        for group in groups:
             with contextlib.suppress(RuntimeError):
                 group.abort()  # ends a broadcast that nobody receives
+        if groups:
             self.engines.attempt("/destroy_weights_update_group", {"group_name": self._name})
-        self._store = None
+        self._stores.clear()
+
+
+def _in_thread(call: Callable[[], Any]) -> Future:
+    result: Future = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:

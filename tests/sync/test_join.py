@@ -1,4 +1,4 @@
-"""The group of trainer and servers when one of these dies before all have come: the others wait no longer."""
+"""The group of trainer and server when a rank dies before all have come: the others wait no longer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def join(body: dict, waits: threading.Event) -> None:
     dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], timeout=limit)
 
 
-class Servers:
-    """Two, of which the second one dies when the first one waits for it. It has the methods of `Engines`."""
+class Server:
+    """A server of two ranks, the second of which dies when the first one waits for it. It has the methods of `Engines`."""
 
-    addresses = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    addresses = ("http://127.0.0.1:1",)
     timeout_s = LONG_S
 
     def __init__(self) -> None:
@@ -40,20 +40,20 @@ class Servers:
     def start(self, path: str, bodies: list[dict]) -> list[Future]:
         assert path == "/init_weights_update_group"
         self.first = self._threads.submit(join, bodies[0], self._waits)
-        return [self.first, self._threads.submit(self._die)]
+        return [self._threads.submit(self._die)]
 
     def _die(self) -> None:
         assert self._waits.wait(60)
         raise WeightSyncError("it has died")
 
     def wait(self, calls: list[Future]) -> None:
-        calls[1].result(60)
+        calls[0].result(60)
 
 
-def test_a_server_that_waits_for_one_that_has_died_is_let_go():
-    servers = Servers()
-    transport = DistributedTransport(servers, 1)  # pyright: ignore[reportArgumentType]: it asks no more of them
+def test_a_rank_that_waits_for_one_that_has_died_is_let_go():
+    server = Server()
+    transport = DistributedTransport(server, 2)  # pyright: ignore[reportArgumentType]: it asks no more of them
     with pytest.raises(WeightSyncError, match="it has died"):
         transport.connect()
     with pytest.raises(RuntimeError):  # its own limit is ten times as far away
-        servers.first.result(60)
+        server.first.result(60)

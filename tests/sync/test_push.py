@@ -33,6 +33,7 @@ from megatron_rl.servers.server import RolloutServer
 from megatron_rl.sync.transport import Bucket, WeightSyncError
 from megatron_rl.sync.transports import TRANSPORTS
 from megatron_rl.sync.weight_sync import WeightSync
+from tests.waiting import gone, wait_for
 
 OWN_TRANSPORT = f"{Path(__file__).with_name('own_transport.py')}:Files"
 PROMPT = list(range(5, 29))
@@ -381,8 +382,9 @@ def test_a_server_that_forgot_the_last_push(model, server, connect):
     assert generate(server, 1)["meta_info"]["weight_version"] == "mine again"
 
 
-def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
-    """kill -9 between two buckets of Engine.push: a new server, and the same weights again."""
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_step_goes_on_when_a_server_is_killed_in_a_push(model, tmp_path, killed):
+    """kill -9 of one of two, between two buckets of Engine.push: a new one, and the same weights again for both."""
     weights = random_weights(model, 11)
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "answer": "b"}\n')
@@ -394,7 +396,11 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             "data": {"task": "file", "path": str(data), "verifier": "exact"},
             "eval": {"prompts": 0},
             "precision": {"train": "fp32", "rollout": "fp32"},
-            "rollout": {"context_length": 512, "max_new_tokens": 8, "server": {"threads": 1, "max_total_tokens": 2048}},
+            "rollout": {
+                "context_length": 512,
+                "max_new_tokens": 8,
+                "server": {"threads": 1, "max_total_tokens": 2048, "count": 2},
+            },
             "sync": {"bucket_mb": BUCKET_MB, "timeout_s": 60.0},
         }
     )
@@ -407,7 +413,7 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             exports.append(0)
             for index, item in enumerate(weights.items()):
                 if len(exports) == 1 and index == len(weights) // 2:
-                    kill_scheduler(engine._children.servers[0])
+                    kill_scheduler(engine._children.servers[killed])
                 yield item
 
         def weights_pushed(self) -> None:
@@ -419,7 +425,8 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             engine.push(Exporter(), version=3)
             assert figures(engine.metrics())["rollout/restarts"] == 1 and len(exports) == 2
             assert told == [2], "a trainer is told once, of the push that the engine has got"
-            assert generate(engine._children.servers[0], 1)["meta_info"]["weight_version"] == "3"
+            for server in engine._children.servers:
+                assert generate(server, 1)["meta_info"]["weight_version"] == "3"
     finally:
         parallel.shutdown()
 
@@ -446,3 +453,8 @@ def kill_scheduler(server: RolloutServer) -> None:
         pids += [int(child) for child in children.stdout.split()]
     for pid in pids[1:]:  # the first is the supervisor
         os.kill(pid, signal.SIGKILL)
+    for pid in pids[1:]:
+        wait_for(
+            lambda pid=pid: gone(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
+    time.sleep(0.5)  # the sender's connections have noticed it, so that its next broadcast fails at once

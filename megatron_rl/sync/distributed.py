@@ -1,4 +1,4 @@
-"""Transport by broadcast from the trainer to all engines, in a separate torch process group: NCCL with CUDA, else gloo."""
+"""Weight transport by broadcast in a torch process group of trainer rank 0 and all engines: NCCL with CUDA, else gloo."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class DistributedTransport(Transport):
-    """Sends by `/update_weights_from_distributed`: trainer rank 0 is rank 0 of the group, followed by the servers' ranks.
+    """Sends weights by `/update_weights_from_distributed`. Trainer rank 0 is the group's rank 0, before the servers' ranks.
 
-    The group is a bare backend object. It is in no registry of torch.distributed, and no other group depends on it, so a group
-    that fails is discarded and replaced.
+    The group is a bare backend object, outside torch.distributed's registry of groups. No other group depends on it, so a
+    failed group can be discarded and replaced.
     """
 
     not_on_one_gpu = "NCCL takes no two processes of a group on one GPU"
@@ -89,9 +89,9 @@ class DistributedTransport(Transport):
                 self._store = None
 
     def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        """Join the group like SGLang's init_custom_process_group, with the same nested prefixes in the store.
+        """Join the group in the same way as SGLang's init_custom_process_group, with the same nested prefixes in the store.
 
-        The group uses its own connection, because the store's owner must be free to close the store.
+        The group opens its own connection to the store, so that the store's owner can close the store at any time.
         """
         import torch
         import torch.distributed as dist

@@ -1,3 +1,3 @@
-"""megatron_rl: reinforcement learning for Mixture-of-Experts language models (Megatron-Core trains, SGLang rolls out)."""
+"""megatron_rl: reinforcement learning for Mixture-of-Experts language models. Megatron-Core trains, SGLang samples."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,9 @@
-"""`megatron-rl report RUN --attribute`: the share of each source in the mismatch KL.
+"""`megatron-rl report RUN --attribute`: how much each source contributes to the KL between rollout and trainer.
 
-A recorded batch (rollout.record) is scored again with the weights that sampled it: once as the run scored it, and
-then with one source of the mismatch removed at a time, on the trainer's side. The removals are: replay SGLang's
-experts; replay their gate weights too; leave out tokens outside the safe set; attention in fp64; all products in
-fp32. The rest, which no removal takes away, comes from SGLang.
+The trainer scores a recorded batch (rollout.record) again with the weights that sampled it: first in the same way as in the
+run, then with one source of the mismatch removed at a time. The removals are: replay SGLang's experts; also replay SGLang's
+gate weights; leave out tokens outside the safe set; attention in fp64; all matrix multiplications in fp32. The KL that remains
+with all removals comes from SGLang.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
 
 
 def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attribution | None:
-    """Write the run's attribution.json and return its content on rank 0. Every process must call this.
+    """Compute the attribution, write it to the run's attribution.json, and return it on rank 0. Every process must call this.
 
-    step: 0-based; by default the newest step with both rollouts and weights. overrides: keys of the run's config.
-    Errors: UserError that names what is missing in the run.
+    step: 0-based; by default the newest step with both rollouts and weights. overrides: command-line overrides of the run's
+    config. Errors: UserError that names what is missing in the run.
     """
     if not (run / "config.yaml").exists():
         raise UserError(f"report: {run} is not the folder of a run (it has no config.yaml)")
@@ -72,7 +72,7 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
 
 
 def _choose(run: Path, loaded: str | None, step: int | None) -> tuple[int, int, Path | None]:
-    """Return a recorded step, the step of the weights that sampled it, and their checkpoint (None: the model folder itself)."""
+    """Return a recorded step, the step of the weights that sampled it, and their checkpoint (None: the model's folder)."""
     recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
     if not recorded:
         raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
@@ -148,7 +148,7 @@ def attribute(
     removed: dict[str, tuple[str, Tensor | None]] = {}
 
     def remove(name: str, how: str, scorer: _Scorer, **options: Any) -> None:
-        """Score without a source, unless it cannot be removed."""
+        """Score with the source `name` removed. If it cannot be removed, store the reason."""
         if name in stays:
             removed[name] = stays[name], None
         else:
@@ -181,7 +181,7 @@ def attribute(
 
 
 def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
-    """Return a note on SGLang's own share in the routes; an empty text if it has none."""
+    """Return a note that SGLang itself routes tokens differently in decode and prefill; an empty text if it does not."""
     family = family_named(architectures)
     rows = family.few_tokens if family else 0
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
@@ -190,7 +190,7 @@ def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -
 
 
 def _scoring_alone(config: Config) -> Config:
-    """Return the config without settings that only training needs, or that are refused for a single update."""
+    """Return the config without settings that only training needs, or that are not allowed for a single update."""
     algorithm = replace(config.algorithm, kl=KLConfig())
     source = "pr2" if config.routing.source == "pr2" else "none"
     # Scored tokens belong to no update, so predictors look ahead by the average.
@@ -203,7 +203,7 @@ def _everywhere(ranks: parallel.Ranks, mine: Tensor) -> Tensor:
 
 
 class _Scorer:
-    """A trainer that only scores, always the same samples."""
+    """A trainer that only computes log-probs, always for the same samples."""
 
     def __init__(
         self, config: Config, ranks: parallel.Ranks, samples: list[Sequence], weights: Path | None, step: int
@@ -218,16 +218,17 @@ class _Scorer:
 
     @torch.no_grad()
     def round_weights(self, dtypes: list[torch.dtype]) -> None:
-        """Round the weights to the given parameter types of another trainer, because SGLang got these rounded weights."""
+        """Round the weights to another trainer's dtypes (one per parameter), because SGLang got the rounded weights."""
         parameters = (p for chunk in self.trainer.chunks for p in chunk.parameters())
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))
 
     def score(self, *, replay: RoutingReplay | None, rho: float | None = None, exact: bool = False) -> list[Tensor]:
-        """Return the k3 of each trained token [n], by micro-batch; empty on ranks without the head.
+        """Return the KL estimate k3 of each trained token, [n] per micro-batch; [] on ranks without the model's head.
 
-        It is NaN outside of the run's own safe set, where no KL is measured. replay: replays SGLang's routes instead
-        of the run's hooks. rho: tokens outside of this safe set count as 0. exact: attention in fp64.
+        The estimate is NaN outside of the run's own safe set, where no KL is measured. replay: hook that replays SGLang's
+        routes, used instead of the run's hooks. rho: threshold of a safe set; tokens outside of this set count as 0. exact:
+        attention in fp64.
         """
         trainer = self.trainer
         hooks = [replay] if replay else trainer.hooks
@@ -248,7 +249,7 @@ class _Scorer:
         return k3[batch.mask]  # padding depends on the precision
 
     def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
-        """Return the `common_sums` of this rank's sequences, [S, 3]; empty on ranks whose results do not count."""
+        """Return the `common_sums` of this rank's sequences, [S, 3]; empty on ranks that do not report their results."""
         sums = []
         # One result per micro-batch on the pipeline stage with the head; none elsewhere.
         for batch, one, other in zip(self.batches, before, after, strict=False):

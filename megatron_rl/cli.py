@@ -1,4 +1,4 @@
-"""The command line: megatron-rl COMMAND, with the commands in `COMMANDS`."""
+"""The command line: megatron-rl COMMAND. `COMMANDS` lists the commands."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ KEYS = (
 )
 
 SIZES = ("tensor", "pipeline", "expert")
-"""Parallel sizes of a conversion."""
+"""Parallel sizes that a checkpoint conversion takes."""
 Flag = tuple[str, dict[str, Any]]
-"""Name of an argument, and its settings for argparse's `add_argument`."""
+"""A command-line argument: its name, and its settings for argparse's `add_argument`."""
 
 
 def _flag(name: str, help: str, **settings: Any) -> Flag:
@@ -70,31 +70,31 @@ RANKS = _number(
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the program."""
+    """One command of the command line."""
 
     group: str
-    """Heading of the command in the overview."""
+    """Heading under which the overview lists the command."""
     help: str
     function: str
-    """"module:function" that runs the command; it is imported only when it is called."""
+    """"module:function" that runs the command. The module is imported only when the command runs."""
     flags: tuple[Flag, ...] = (CONFIG, RANKS)
     passes: tuple[str, ...] = ()
-    """Arguments that are passed to the function by position, after the config if there is one."""
+    """Names of command-line arguments that the function gets by position, after the config if there is one."""
     more: str = ""
-    """Further sentences for the command's own help."""
+    """More sentences for the command's own help page."""
     overrides: bool = False
     """True if the command accepts config keys as flags."""
     kind: Kind | None = None
-    """Kind of run, if the command runs a config on trainer processes."""
+    """Kind of run, if the command runs a config on trainer processes; else None."""
     prepare: Callable[[Config, argparse.Namespace], Config] | None = None
-    """Checks or changes the config before the checks of its kind."""
+    """Function that checks or changes the config before the checks that belong to `kind`."""
     failing: int | None = None
-    """Exit status that is a result and not a crash, for a command on several processes."""
+    """Exit status that is a regular result and not a crash, if the command runs on several processes."""
     mostly_imports: bool = False
     """True if the command spends most of its time on imports."""
     call: Callable[[Command, argparse.Namespace, list[str], list[str]], int | None] | None = None
-    """Runs the command if it is neither a run of a config nor a plain call. Gets the command, its arguments, the
-    overrides, and all words of the command line."""
+    """Function that runs the command, if the command neither runs a config nor is a plain function call. Its arguments are the
+    command, the parsed arguments, the config overrides, and all words of the command line."""
 
 
 def _trains(group: str, help: str, function: str, kind: Kind, **settings: Any) -> Command:
@@ -357,7 +357,7 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 # fmt: on
-"""All commands, in the order of the overview."""
+"""All commands by name, in the order of the overview."""
 
 
 def _overview() -> str:
@@ -397,7 +397,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 1 for a failed certificate, 2 after a one-line error for the user."""
+    """Run a command. Returns the exit status: 0, 1 for a failed certificate, 2 after a one-line error for the user."""
     is_program, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
     # Run folders hold prompts, responses and weights, so only the user may read them; child processes inherit this mask. A
@@ -456,9 +456,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_once(problem: str) -> None:
-    """Print an error of this process; an error that several processes of a machine share is printed only once.
+    """Print an error of this process. If several processes of a machine have the same error, only one prints it.
 
-    Any rank may print: torchrun ends all ranks as soon as one ends, so rank 0 may not get the chance.
+    Any rank may print it. Rank 0 alone is not enough, because torchrun ends all ranks as soon as one ends.
     """
     rank = os.environ.get("RANK", "0")
     claims = None
@@ -492,7 +492,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
 
 def _run_config(command: Command, args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
-    """Run a config on trainer processes. The config alone is checked first, before the slow import of torch."""
+    """Run a config on trainer processes. Checks that need only the config come first, before the slow import of torch."""
     from megatron_rl.config.load import load_config
 
     config = load_config(args.config, rest)

@@ -1,7 +1,7 @@
-"""Secrets of a config: where they come from, and how they stay out of files, messages and the list of processes.
+"""Secrets of a config: where they are stored, and how they stay out of files, messages and the list of processes.
 
-A config refers to a secret as `env:NAME` or `file:PATH`, and the secret is read only when it is needed. A secret that
-is written in the config itself is hidden wherever a config is shown.
+A config refers to a secret as `env:NAME` or `file:PATH`. The secret is read only when it is needed. A secret that stands in the
+config itself is hidden wherever the config is shown.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from megatron_rl.errors import UserError
 
 HIDDEN = "<hidden>"
 RUN_KEY = "MEGATRON_RL_RUN_KEY"
-"""Environment variable in which a launcher passes a secret of the run to its processes."""
+"""Environment variable through which a launcher passes the run's secret key to the run's processes."""
 MOST_BYTES = 4096
-"""Largest size of a key file, in bytes."""
+"""Largest size in bytes of a key file."""
 WRITTEN_S = 10.0
-"""Longest wait, in seconds, until another process has finished writing a new key file."""
+"""Longest time in seconds to wait until another process has written a new key file."""
 WRONG_KEY = "it asks for another key; set {setting} to the place of that key (env:NAME or file:PATH)"
 _REFERENCE = re.compile(r"(env|file):(.+)", re.DOTALL)
 _NAME = (
     r"(?:(?:api|access|secret|private|auth)[_-]?key|(?<!(?:eos|bos|pad|unk|sep|end)_)token|secret|passw(?:or)?d"
     r"|authorization|credentials?)"
 )
-"""Endings of secret names; data.answer_key, max_tokens and eos_token do not match."""
+"""Pattern for the ends of secret names. It does not match data.answer_key, max_tokens and eos_token."""
 _IS_NAME = re.compile(rf"(?i:(?:.*[\W_])?{_NAME})|\w*[a-z](?:Key|Token|Secret|Password)|[A-Z0-9_]*_KEY")
 _IS_FLAG = re.compile(rf"(?i)--?(?:[\w.-]*{_NAME}|key)")
 _VALUE = r"(?!env:|file:|<hidden>)(?:(?:bearer|basic)\s+)?[^\s\"',;&}\]]+"
 _GIVEN = re.compile(
     rf"(?i)(\b[\w.-]*(?:{_NAME}|\bkey|_key)=[\"']?|-[\w.-]*(?:{_NAME}|-key)\s+[\"']?|\bauthorization[\"']?\s*:\s*[\"']?){_VALUE}"
 )
-"""Secrets in any text of a config, prose included: NAME=VALUE, --NAME VALUE, Authorization: VALUE."""
+"""Pattern for secrets in any text of a config, also in prose: NAME=VALUE, --NAME VALUE, Authorization: VALUE."""
 _NAMED = re.compile(rf"(?i)(\b[\w.-]*(?:{_NAME}|\bkey)[\"']?\s*[=:]\s*[\"']?){_VALUE}")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _LOOKS_LIKE = re.compile(r"(?<![\w/.-])(?:sk-[\w-]{4,}|(?:hf|gh[a-z])_[A-Za-z0-9]{16,}|xox[a-z]-[\w-]{4,})")
 
 
 def read(value: str, key: str) -> str:
-    """Return the value that a reference stands for; any other text is returned unchanged.
+    """Return the secret that `env:NAME` or `file:PATH` refers to. Any other text is returned unchanged.
 
-    key: config key for the error.
+    key: config key, for the error message.
 
     Errors: UserError for a variable that is not set, or a file that cannot be read.
     """
@@ -78,7 +78,7 @@ def key_of(reference: str | None, setting: str) -> str:
 
 
 def key_of_folder(folder: Path) -> str:
-    """Return the key of the servers in an address folder, from its file server.key; the first caller creates the file.
+    """Return the API key of the servers in an address folder, from the folder's file server.key. The first caller creates it.
 
     Errors: UserError if the file cannot be created or read, belongs to another user, or is readable by others.
     """
@@ -121,12 +121,12 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def is_secret(key: str) -> bool:
-    """Return whether the values of a config key are secrets or may contain some."""
+    """Return whether the values of a config key are secrets or may contain secrets."""
     return key in ("env", "headers") or bool(_IS_NAME.fullmatch(key))
 
 
 def hide(text: str) -> str:
-    """Return a message without secrets: passwords in URLs, values of keys with secret names, texts that look like secrets."""
+    """Hide the secrets in a message: passwords in URLs, values of keys with secret names, texts that look like secrets."""
     return _NAMED.sub(rf"\1{HIDDEN}", _without_secrets(text))
 
 
@@ -135,7 +135,7 @@ def _without_secrets(text: str) -> str:
 
 
 def hidden(tree: Any, *, secret: bool = False) -> Any:
-    """Return a config as plain values, with each literal secret hidden; references and prose stay unchanged."""
+    """Return a config as plain values, with its literal secrets hidden. References to secrets and prose stay unchanged."""
     if isinstance(tree, Mapping):
         return {key: hidden(value, secret=secret or is_secret(str(key))) for key, value in tree.items()}
     if isinstance(tree, str):
@@ -147,7 +147,7 @@ def hidden(tree: Any, *, secret: bool = False) -> Any:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return arguments as one line, without the values of arguments that may contain secrets."""
+    """Return command-line arguments as one line, without the values of arguments that may contain secrets."""
     words, secret = [], False
     for word in arguments:
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Direct preference optimization and related losses: a policy trained on preferences without a reward model.
+"""Direct preference optimization and related losses: they train a policy on preferences without a reward model.
 
 This is the command `megatron-rl dpo`.
 """
@@ -29,11 +29,11 @@ TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust"), ("pair", "list")),
     "kto": ("label", "pair"),
 }
-"""Loss -> kinds of preferences that it can learn from."""
+"""{loss: kinds of preferences that it can learn from}."""
 
 
 def dpo(config: Config) -> None:
-    """Run config.steps updates on batch.prompts_per_step comparisons each; write a Hugging Face folder `hf/`."""
+    """Run config.steps updates on batch.prompts_per_step comparisons each. Writes a Hugging Face folder `hf/`."""
     with Run(config, kind="dpo") as run:
         check_kind(run, TAKES, "dpo.loss", config.dpo.loss)
         trainer = run.build()
@@ -45,7 +45,7 @@ def dpo(config: Config) -> None:
             reference.precompute(upcoming(run, held_out), lambda: run.scorer(folder))
 
         def compare(comparisons: list[Comparison]) -> tuple[UnitPasses, Loss]:
-            """Return the passes over the responses, and their loss."""
+            """Return the model's passes over the responses, and the loss function for them."""
             table, *crossed = tables_of(config.dpo, comparisons)
             passes, baseline = UnitPasses(trainer, table), None
             for other in crossed:  # KTO
@@ -69,13 +69,13 @@ def dpo(config: Config) -> None:
 
 
 def draw(run: Run, step: int) -> list[Comparison]:
-    """Return the comparisons of a step, which must be the stream's next step."""
+    """Return the comparisons of a step. The stream of prompts must be at this step."""
     rng = random.Random(f"{run.config.seed}/{step}")
     return run.stream.next_comparisons(run.config.batch.prompts_per_step, rng)
 
 
 def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
-    """Yield everything that the rest of the run asks the reference model for, and restore the stream's position."""
+    """Yield tables of all responses for which the run still needs reference log-probs; then restore the stream's position."""
     here = run.stream.state_dict()
     if held_out:
         yield from tables_of(run.config.dpo, held_out)
@@ -85,19 +85,22 @@ def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
 
 
 def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[ScoredSpans]:
-    """Return the table of the responses; for KTO, also a table of each prompt with the response to the next prompt."""
+    """Return the table of the responses. KTO also needs a table of each prompt with the response to the next prompt."""
     crossed = [mismatched(comparisons)] if config.loss == "kto" else []
     return [ScoredSpans.of(some, whole_response) for some in (comparisons, *crossed)]
 
 
 def whole_response(comparison: Comparison, index: int) -> tuple[Sequence, list[tuple[Places, float]]]:
-    """Return a response and its one scored unit: all tokens that the policy chose."""
+    """Return a response and its only scored unit: all its tokens with loss mask 1, and the response's score."""
     sequence = comparison.sequences[index]
     return sequence, [(np.flatnonzero(sequence["loss_mask"]), comparison.scores[index])]
 
 
 def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
-    """Return each prompt with the first response to the next prompt; KTO estimates the KL to the reference with these."""
+    """Return each prompt with the first response to the next prompt.
+
+    KTO uses these pairs to estimate the KL to the reference.
+    """
     longest = max(len(s.tokens) for one in comparisons for s in one.sequences)  # known to fit into a micro-batch
     crossed = []
     for one, other in zip(comparisons, [*comparisons[1:], comparisons[0]], strict=True):
@@ -114,7 +117,7 @@ def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
 def dpo_loss(
     config: DPOConfig, table: ScoredSpans, reference: Tensor, baseline: Tensor | None, sums: dict[str, Tensor]
 ) -> tuple[Tensor, Metrics]:
-    """Return the configured loss from the responses' summed log-probs, and its metrics. baseline: for KTO."""
+    """Return the configured loss of the responses' summed log-probs, and its metrics. baseline: KTO's estimate of the KL."""
     policy, lengths = sums[LOG_PROBS], sums["labels"]
     better, worse, weights = preference.pairs(table.groups, -table.scores)
     if baseline is None:

@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and the function that raises an error on all processes of a run together."""
+"""Errors that the user can fix, and a function that raises the error of one process on all processes of a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class UserError(Exception):
 
 
 class StopRequested(BaseException):
-    """The run was asked to stop (SIGTERM, SIGUSR1) in the middle of a step; it saves its state. Raised on all processes."""
+    """Raised on all processes if the run was asked to stop (SIGTERM, SIGUSR1) during a step. The run then saves its state."""
 
 
 def together[T](work: Callable[[], T] | None, group: torch.distributed.ProcessGroup | None = None) -> T | None:
-    """Run `work` (None: nothing) and return its result; an error of one process is raised on all processes of the group.
+    """Run `work` (None: nothing) and return its result. If it fails on one process, all processes of the group raise the error.
 
-    No process then waits in a collective operation for a process that has stopped. All processes of the group must
-    call this; without torch.distributed it only calls `work()`. Errors: the error of the first failing process, by
-    rank. An error that is no UserError becomes a UserError with its text on the other processes.
+    In this way, no process waits in a collective operation for a process that has stopped. All processes of the group must call
+    this function. Without torch.distributed, it only calls `work()`. Errors: the error of the failing process with the lowest
+    rank. If this error is no UserError, the other processes raise a UserError with its text.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: mean reward at the sampling temperature (avg@n), pass@n, unpruned, and greedy."""
+"""Evaluation on held-out prompts: mean reward at the sampling temperature (avg@n), pass@n, greedy, and without pruning."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megatron_rl.tasks import Prompt
 def evaluate(settings: EvalConfig, run: Run, engine: Engine) -> dict[str, float]:
     """Return the scores of SGLang's current weights on the first eval.prompts held-out prompts of each set.
 
-    Every process must call this. The scores of a set of eval.sets are named eval/NAME/... If there are only such
-    sets, eval/score is their mean.
+    Every process must call this. The scores of a set of eval.sets are named eval/NAME/... If all sets have names, eval/score is
+    the mean of their scores.
 
     - eval/score: mean reward over all samples at the sampling temperature
     - eval/pass@k: probability that at least one of k responses is right (reward at least 0.5), for n and eval.pass_at
@@ -45,9 +45,8 @@ def evaluate(settings: EvalConfig, run: Run, engine: Engine) -> dict[str, float]
     - eval/score_unpruned, eval/pass_unpruned@k: scores of responses sampled without vocabulary pruning
       (eval.unpruned)
 
-    Masked responses are left out of all scores; if all are masked, there is no score. The responses are written to
-    the run's folder evals/, one JSON line each. If the run is asked to stop during the evaluation, there are no
-    scores.
+    Masked responses are left out of all scores. If all are masked, there is no score. The responses are written to the folder
+    evals/ of the run, one JSON line each. If the run is asked to stop during the evaluation, there are no scores.
     """
     try:
         return _evaluate(settings, run, engine)
@@ -122,7 +121,7 @@ def _of_set(
 
 
 def _row(run: Run, prompts: Sequence[Prompt], trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as people read it, with the prompt before the chat template and the tokenizer."""
+    """Return a trajectory in readable form, with its prompt as it was before chat template and tokenizer."""
     prompt = prompts[trajectory.group_id]
     return {**readable(run.tokenizer, trajectory), "asked": prompt.messages or prompt.text}
 
@@ -143,7 +142,7 @@ def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = "") -> dict[str, float]:
-    """Return the mean reward, and pass@k for each k of `sizes`, over the prompts that have max(sizes) responses."""
+    """Return the mean reward, and pass@k for each k in `sizes`, over the prompts that have max(sizes) responses."""
     scores = {f"eval/score{sampler}": average_at_n(rewards)} if rewards else {}
     if whole := [row for row in rewards if len(row) == max(sizes)]:
         scores |= {f"eval/pass{sampler}@{k}": pass_at_k(whole, k, threshold=0.5) for k in sizes}
@@ -153,7 +152,8 @@ def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = 
 def evaluate_command(config: Config) -> None:
     """Run `megatron-rl eval`: score the model in model.path, then print and store the scores.
 
-    No file of a run in that folder changes. `megatron-rl report` compares the scores of several such folders.
+    If the run's folder already holds a run, none of its files changes. `megatron-rl report` compares the scores of several such
+    folders.
     """
     with Run(config, kind="sample") as run:
         if not run.evaluates:
@@ -171,7 +171,7 @@ def evaluate_command(config: Config) -> None:
 
 
 def rollout_command(config: Config) -> None:
-    """Run `megatron-rl rollout`: sample one step's prompts and store the trajectories in the run's folder rollouts/.
+    """Run `megatron-rl rollout`: sample responses to one step's prompts, and store the trajectories in the run's rollouts/.
 
     The trajectories are stored as .npz for rollout.load and as .jsonl for people. With
     rollout.demonstrations.min_reward, good responses are also stored as demonstrations for `megatron-rl sft`. Errors:

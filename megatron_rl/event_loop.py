@@ -1,4 +1,4 @@
-"""One event loop in its own thread: its connections outlive a step, and threads without a loop can wait for its results."""
+"""An event loop in its own thread. Its connections outlive a step, and threads without an event loop can use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class EventLoop:
-    """An event loop in a thread; `run` gives a coroutine's result to a thread without a loop, `close` cancels the rest."""
+    """An event loop in a thread. `run` returns a coroutine's result to another thread; `close` cancels what still runs."""
 
     def __init__(self, name: str = "conversations") -> None:
         self._loop = asyncio.new_event_loop()
@@ -25,7 +25,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine or raise its error. If this wait is interrupted, the coroutine is cancelled."""
+        """Run a coroutine and return its result or raise its error. If the wait is interrupted, the coroutine is cancelled."""
         future = self.start(work)
         try:
             return future.result()
@@ -34,7 +34,7 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel all running coroutines and end the thread."""
+        """Cancel all running coroutines and stop the thread."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):

@@ -1,11 +1,12 @@
-"""HTTP requests to servers: each request has a deadline, and each failure is one line.
+"""HTTP requests to servers. Each request has a deadline, and each failure has a message of one line.
 
     async with session(timeout_s=60.0, key=key) as server:
         answer = await ask(server, "POST", f"{address}/generate", body)
 
     answer = ask_now("GET", f"{address}/ready", timeout_s=5.0)     # in a thread without an event loop
 
-Proxies of the environment are not used: a run reaches its servers directly. The caller decides whether to repeat a request.
+Proxies set in environment variables are ignored, because a run reaches its servers directly. The caller decides whether to
+repeat a request.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer with any status."""
+    """A server's answer, with any HTTP status."""
 
     status: int
     body: bytes
@@ -44,11 +45,11 @@ class Answer:
 
     @property
     def refuses_key(self) -> bool:
-        """True if the server expects another key."""
+        """True if the server does not accept the API key (status 401 or 403)."""
         return self.status in (401, 403)
 
     def text(self) -> str:
-        """Return the beginning of the body, as one line."""
+        """Return the start of the body as one line."""
         return " ".join(self.body.decode(errors="replace").split())[:300]
 
     def json(self) -> Any:
@@ -57,9 +58,9 @@ class Answer:
 
 
 def session(*, timeout_s: float | None = None, connect_s: float | None = None, key: str = "") -> aiohttp.ClientSession:
-    """Return a client session for use in one event loop, with no limit on open requests; the caller closes it there.
+    """Return a client session for one event loop, with no limit on open requests. The caller closes it in the same loop.
 
-    timeout_s: longest time of a request, in seconds; connect_s: longest time to connect. key: bearer token of each
+    timeout_s: longest time in seconds for a request. connect_s: longest time in seconds to connect. key: bearer token of each
     request.
     """
     limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
@@ -76,7 +77,7 @@ async def ask(
     redirects: bool = True,
     timeout: aiohttp.ClientTimeout | None = None,
 ) -> Answer:
-    """Send a request and return the answer. body: sent as JSON. timeout: replaces the session's timeout.
+    """Send a request and return the answer. body: content to send as JSON. timeout: replaces the session's timeout.
 
     Errors: NoAnswer, also for an answer of more than `most_bytes` bytes.
     """

@@ -1,4 +1,4 @@
-"""Likelihood of held-out demonstrations and texts: loss, perplexity, and bits per byte, from the trainer's own passes."""
+"""Likelihood of held-out demonstrations and texts under the trainer's model: loss, perplexity, and bits per byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 def held_out(run: Run) -> list[tuple[EvalSet, list[Sequence]]]:
-    """Return the held-out demonstrations, and pieces of texts, of each evaluation set of the run."""
+    """Return (evaluation set, its held-out demonstrations and pieces of texts) for each evaluation set of the run."""
     length = run.config.rollout.context_length
     return [(one, held_out_demonstrations(one.held_out, one.program, length)) for one in run.eval_sets]
 
@@ -30,7 +30,7 @@ def held_out(run: Run) -> list[tuple[EvalSet, list[Sequence]]]:
 def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Sequence]]]) -> dict[str, float]:
     """Return the scores of each set (`likelihood`) under its own names. Collective.
 
-    For several named sets eval/loss is the mean over the sets.
+    For several named sets, eval/loss is the mean over the sets.
     """
     scores = dict[str, float]()
     for one, sequences in sets:
@@ -39,12 +39,12 @@ def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Seque
 
 
 def likelihood(run: Run, trainer: Trainer, sequences: list[Sequence]) -> dict[str, float]:
-    """Return the scores of the sequences, the same on every process; empty without sequences. Collective.
+    """Return the scores of the sequences, equal on every process; empty without sequences. Collective.
 
-    eval/loss: mean negative log-likelihood of the trained tokens, nats; eval/perplexity: its exponential;
-    eval/bits_per_byte: bits of the tokens that stand for text, divided by the number of its UTF-8 bytes. The
-    end-of-sequence token stands for no text, so it counts only in the first two. If the number of bytes is unknown
-    (conversations of an agent), there is no eval/bits_per_byte.
+    eval/loss: mean negative log-likelihood of the trained tokens in nats. eval/perplexity: exponential of eval/loss.
+    eval/bits_per_byte: negative log-likelihood in bits of the tokens that encode text, divided by the number of the text's
+    UTF-8 bytes. The end-of-sequence token encodes no text, so it counts only in eval/loss and eval/perplexity. If the number of
+    bytes is unknown (conversations of an agent), there is no eval/bits_per_byte.
     """
     if not sequences:
         return {}

@@ -1,4 +1,4 @@
-"""The loop of methods that learn from data alone: update, evaluate, log, save. The algorithm supplies the update."""
+"""Training loop of the methods that learn from data alone: update, evaluate, log, save. The method supplies the update."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megatron_rl.run.run import Run
 from megatron_rl.trainer.trainer import Update
 
 SEVERAL = {"pair": "pairs", "list": "lists", "label": "labels", "point": "scores", "steps": "steps"}
-"""Kinds of preferences, in words."""
+"""Names of the kinds of preferences in messages (plural)."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step."""
+    """Result of one training step."""
 
     update: Update
     trained: Sequence[Tokens]
-    """Sequences of this data-parallel rank."""
+    """Sequences on which this data-parallel rank trained."""
     measured: Metrics = field(default_factory=dict)
     """Metrics that this process measured in addition to those of the update."""
 
 
 def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[[], dict[str, float]]) -> None:
-    """Call `learn` config.steps times, one update each, with evaluations and checkpoints; write a Hugging Face folder `hf/`.
+    """Run config.steps updates by calling `learn`, with evaluations and checkpoints. Writes a Hugging Face folder `hf/`.
 
-    evaluate: returns scores on held-out data, eval/loss among them, or an empty dict without held-out data. All calls
-    are collective.
+    learn: makes one update. evaluate: returns scores on held-out data, including eval/loss, or an empty dict without held-out
+    data. All calls are collective.
     """
 
     def look() -> None:
@@ -58,9 +58,10 @@ def train_offline(run: Run, learn: Callable[[], StepResult], evaluate: Callable[
 
 
 def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: str) -> str:
-    """Return the kind of the data's preferences. takes: kinds by the value of `key`.
+    """Return the kind of the data's preferences, and check that the loss can learn from it.
 
-    Errors: UserError if the loss cannot learn from this kind.
+    takes: {loss: kinds that it can learn from}. key: config key that names the loss. Errors: UserError if the loss cannot learn
+    from the kind.
     """
     kind = run.task.comparison(run.stream.prompts[0], random.Random(0)).kind
     if kind not in takes[loss]:

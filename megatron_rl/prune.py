@@ -1,4 +1,4 @@
-"""Make a smaller or sparser model, by what its parts contribute on calibration data (`megatron-rl prune`)."""
+"""`megatron-rl prune`: make a smaller or sparser model, guided by the importance of the model's parts on calibration data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS = ("attention", "mlp", "router", "experts", "norm", "embedding", "head")
 
 
 def prune(config: Config) -> None:
-    """Measure the importance of the parts named in config.prune, and remove the least important; write `hf/` and a report."""
+    """Measure the importance of the parts named in config.prune, and remove the least important. Writes `hf/` and a report."""
     with Run(config, kind="prune") as run:
         rng = random.Random(f"{config.seed}/prune")
         samples = run.stream.next_demonstrations(config.prune.calibration_samples, rng)
@@ -75,18 +75,18 @@ def prune(config: Config) -> None:
 
 
 def parameters(folder: Path) -> dict[str, int]:
-    """Return the number of parameters of the model, by kind."""
+    """Return the number of a model's parameters as {kind of parameter: number}."""
     weights = whole_model(Shape.from_config(read_hf_config(folder)))
     return {part: n for part in PARTS if (n := count(weights, part))} | {"total": count(weights)}
 
 
 def zeros(folder: Path) -> int:
-    """Return how many of the folder's weights are zero."""
+    """Return the number of zero weights in a model folder."""
     return sum(int((tensor == 0).sum()) for _, tensor in read_weights(folder))
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """Return a table of parameters by kind, and of the loss on calibration data, before and after."""
+    """Return a table that shows parameters by kind and the loss on calibration data, before and after pruning."""
     found = Table("", "before", "after", "share")
     before, after = (summary["parameters"][when] for when in ("before", "after"))
     for part, n in before.items():

@@ -22,7 +22,7 @@ from megatron_rl.run.run import Run
 
 REPORT = "quantization.json"
 MEASURED = ("abs_mean", "abs_p99", "ratio_max", "ratio_min")
-"""Mismatch figures that are also defined for tokens that neither side sampled."""
+"""Names of the mismatch metrics that are also defined for tokens that no model sampled."""
 
 
 def quantize(config: Config) -> None:
@@ -57,11 +57,11 @@ def quantize(config: Config) -> None:
 
 
 def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
-    """Return how far a quantized model is from the original on the trained labels of the sequences; empty without labels.
+    """Return how much a quantized model differs from the original on the trained tokens of the sequences; empty without any.
 
-    kl: mean KL(original || quantized) over the vocabulary, nats per token. abs_*: absolute difference of the label's
-    log-prob; ratio_*: extremes of the ratio of its probabilities, quantized / original. loss_*: mean negative
-    log-likelihood, nats.
+    kl: mean KL(original || quantized) over the vocabulary, in nats per token. abs_*: absolute difference between the two
+    log-probs of a token. ratio_*: extremes of the ratio of the token's probabilities, quantized / original. loss_*: mean
+    negative log-likelihood in nats.
     """
     found, kl, nats = mismatch.Mismatch(), 0.0, torch.zeros(2, dtype=torch.float64)
     head = model.lm_head.weight.detach()
@@ -89,6 +89,6 @@ def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, sequence: Sequence) -> torch.Tensor:
-    """Return the hidden states, [labels, hidden], from which the head computes the logits of a sequence's labels."""
+    """Return the hidden states [labels, hidden] from which the head computes the logits of a sequence's response tokens."""
     tokens = torch.as_tensor(sequence.tokens[:-1], dtype=torch.long, device=model.device)
     return model.base_model(tokens[None], use_cache=False).last_hidden_state[0, sequence.prompt_length - 1 :]

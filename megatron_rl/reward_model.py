@@ -1,4 +1,4 @@
-"""Reward models: one score for each response, or for each of its steps, learned from preferences (`megatron-rl reward`)."""
+"""Training of reward models on preferences (`megatron-rl reward`). A reward model scores a response, or each of its steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron_rl.tasks.stream import held_out_comparisons
 from megatron_rl.trainer.scored_spans import Places, ScoredSpans, UnitPasses, with_last_state
 
 PAIRWISE = ("bradley_terry", "hinge", "squared_gap", "plackett_luce")
-"""Losses that compare responses; the other losses look at each response alone."""
+"""Losses that compare responses to the same prompt. The other losses look at each response alone."""
 TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(PAIRWISE, ("pair", "list")),
     "squared_error": ("point", "label", "list", "steps"),
     "cross_entropy": ("label", "point", "steps"),
 }
-"""Loss -> kinds of preferences that it can learn from."""
+"""{loss: kinds of preferences that it can learn from}."""
 
 
 def reward(config: Config) -> None:
-    """Run config.steps updates on batch.prompts_per_step comparisons each; write a classifier folder `hf/`."""
+    """Run config.steps updates on batch.prompts_per_step comparisons each. Writes a classifier folder `hf/`."""
     with Run(config, kind="reward") as run:
         kind = check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
         trainer = run.build()
@@ -59,7 +59,7 @@ def reward(config: Config) -> None:
 
 
 def places(comparison: Comparison, index: int, pooling: str) -> tuple[Sequence, list[tuple[Places, float]]]:
-    """Return the positions that are scored: behind the last token, behind each token, or behind the last token of each step."""
+    """Return a response and the positions that are scored: after its last token, after each token, or after each step."""
     sequence = with_last_state(comparison.sequences[index])
     if ends := comparison.step_ends[index]:
         return sequence, [([end + 1], label) for end, label in zip(ends, comparison.step_labels[index], strict=True)]
@@ -68,7 +68,7 @@ def places(comparison: Comparison, index: int, pooling: str) -> tuple[Sequence, 
 
 
 def reward_loss(config: RewardModelConfig, table: ScoredSpans, sums: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """Return the configured loss from the units' values, and its metrics. Errors: UserError for invalid labels."""
+    """Return the configured loss of the scores, and its metrics. Errors: UserError for invalid labels."""
     scores = sums["values"] / sums["labels"]
     if config.loss in PAIRWISE:
         better, worse, weights = preference.pairs(table.groups, -table.scores)

@@ -1,4 +1,4 @@
-"""Runs as pandas data frames, for notebooks: `metrics, samples = runs.load("runs/quickstart")`."""
+"""Loads runs as pandas data frames, for notebooks: `metrics, samples = runs.load("runs/quickstart")`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class RunFrames(NamedTuple):
-    """Log of one run."""
+    """The log of one run."""
 
     metrics: pandas.DataFrame
-    """One row per logged step (index `step`), one column per metric. A metric that a step does not have is NaN."""
+    """One row per logged step (index `step`), one column per metric. If a step does not have a metric, the value is NaN."""
     samples: pandas.DataFrame
-    """One row per logged response: `step`, `prompt`, `response`, `reward`, `finish`, and parts of the reward. The run logs a
-    few responses of each step (`logging.samples`)."""
+    """One row per logged response: `step`, `prompt`, `response`, `reward`, `finish`, and the parts of the reward. The run logs
+    a few responses of each step (`logging.samples`)."""
 
 
 def load(folder: str | Path) -> RunFrames:
-    """Read the metrics and samples of a run's folder, which may still be growing.
+    """Read the metrics and samples in a run's folder. The run may still be writing.
 
     Errors: UserError if the folder holds no run, if a line of its log cannot be read, or if pandas is not installed.
     """

@@ -1,4 +1,4 @@
-"""`megatron-rl serve-agent`: run the recording endpoint by hand, to see an agent's conversations before training."""
+"""`megatron-rl serve-agent`: start the recording endpoint for manual use, to see an agent's conversations before training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_rl.tasks import Prompt
 
 
 async def wait(prompt: Prompt, base_url: str) -> None:
-    """Stand in for an agent's function: any client of the session acts as the agent."""
+    """Placeholder for an agent's function. Any client of the session acts as the agent."""
 
 
 def serve_agent(config: Config) -> None:
-    """Serve the model in model.path in one session until SIGINT or SIGTERM; then write the conversation to agent.jsonl.
+    """Serve the model in model.path in one session until SIGINT or SIGTERM. Then write the conversation to agent.jsonl.
 
-    The file is in the run's folder, one JSON line per sequence.
+    The file is in the run's folder and has one JSON line per sequence.
     """
     agent = replace(config.agent, function=f"{__name__}:{wait.__name__}", time_limit_s=1e9)
     rollout = replace(config.rollout, program="openai_agent", request_timeout_s=1e9)
@@ -51,7 +51,7 @@ class _Served:
     def __call__(self, prompt: Prompt, base_url: str) -> dict[str, float]:
         """Serve until the command is told to stop.
 
-        Returns all reward parts, so that the task does not score the conversation.
+        Returns 0 for all reward parts, so that the task does not score the conversation.
         """
         self.run.logger.say(
             f"base_url: {base_url} (model: policy, any API key); press Ctrl-C to stop and write the conversation"

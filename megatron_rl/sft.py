@@ -13,7 +13,7 @@ from megatron_rl.trainer.objective import SFT
 
 
 def sft(config: Config) -> None:
-    """Run config.steps updates, each on batch.prompts_per_step demonstrations or pieces of texts; write a folder `hf/`."""
+    """Run config.steps updates on batch.prompts_per_step demonstrations or pieces of texts each. Writes a folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
         objective = SFT(config.distillation if config.teaches else None, config.sft.label_smoothing)

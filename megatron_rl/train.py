@@ -1,4 +1,4 @@
-"""The reinforcement learning loop: sample, score, update, push the weights, evaluate."""
+"""The reinforcement learning loop: sample, score, update, push the weights to the rollout engines, evaluate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.trainer.objective import Policy
 
 
 def train(config: Config) -> None:
-    """Run reinforcement learning on a config, from the newest checkpoint of the run if there is one."""
+    """Run reinforcement learning with a config. If the run has checkpoints, continue from the newest one."""
     with Run(config, kind="train") as run, Engine(run) as engine:
         trainer, logger = run.build(), run.logger
         engine.join()

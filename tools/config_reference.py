@@ -17,17 +17,23 @@ HEAD = """# Configuration
 This page lists every key of the YAML files. On the command line each key is a flag, `--section.key VALUE`.
 `tools/config_reference.py` writes the page from `megatron_rl/config/`, and a test checks that both agree.
 
-- **Files** are YAML in UTF-8, with a section for each dot of a key. Numbers follow YAML 1.2 (1e-6; 010 is ten, 0o10 is
-  eight, 0x10 is sixteen); 1_000 is a number too. A key that occurs twice is an error, and so is NaN or infinity.
-- **Flags** override the file. If a flag occurs twice, the last one counts. The value of a text key is exactly what was
-  typed: add no quotes beyond those of the shell. `null`, `~` or an empty value is none, if the key may be none. Lists of
-  texts are `a,b` or `[a, b]`; all other values are YAML.
+- **Files** are YAML in UTF-8. Each dot of a key is a section: `batch.epochs` is the key `epochs` below `batch:`. Numbers
+  follow YAML 1.2 (1e-6; 010 is ten, 0o10 is eight, 0x10 is sixteen); 1_000 is a number too. A key that occurs twice is
+  an error, and so is NaN or infinity.
+- **Flags** override the file. If a flag occurs twice, the last one counts. The value of a text key is exactly the typed
+  text: add no quotes beyond those of the shell. `null`, `~` or an empty value means none, if the key may be none. Lists
+  of texts are `a,b` or `[a, b]`; all other values are YAML.
 - **Mappings** can be set as a whole or by parts. `--data.options '{}'` empties the mapping, and
-  `--data.options.name VALUE` adds to it. There, a VALUE in brackets or quotes, a number, true or null is read as YAML,
-  and any other VALUE is a text exactly as typed.
-- **Keys without effect**: `train`, `sft`, `reward` and `dpo` print one line at their start with the keys that they
-  never read and that differ from their defaults, such as `algorithm.aggregation` in SFT. `eval`, `rollout`, `prune` and
-  `quantize` accept the config of any run without this line.
+  `--data.options.name VALUE` adds an entry. In an entry, a VALUE in brackets or quotes, a number, true or null is read
+  as YAML. Any other VALUE is a text exactly as typed.
+- **Types**: `Positive` is a whole number from 1 and `Count` one from 0. `PositiveFloat` is a number above 0,
+  `NonNegativeFloat` one from 0, and `Fraction` one from 0 to 1. `Secret` is `env:NAME` (environment variable) or
+  `file:PATH`.
+- **Conditions** are in parentheses at the end of a meaning. A key `only with` another key is read only if the other key
+  has one of the listed values, or differs from its default if no values are listed. `not with` is the opposite.
+- **Keys without effect**: `train`, `sft`, `reward` and `dpo` print one line at their start. This line names the keys
+  that differ from their defaults and that the command never reads, such as `algorithm.aggregation` in SFT. `eval`,
+  `rollout`, `prune` and `quantize` accept the config of any run without this line.
 """
 
 

@@ -1,1 +1,1 @@
-"""Conversations of several turns with tools, and the endpoint that records agents which use the OpenAI API."""
+"""Conversations of several turns with tools, and the endpoint that records agents that use the OpenAI API."""

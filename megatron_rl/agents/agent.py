@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class TimeLimit:
-    """Ends the body of `async with TimeLimit(seconds)` with TimeoutError, like asyncio.timeout; `paused` stops the clock."""
+    """Ends the body of `async with TimeLimit(seconds)` with TimeoutError, like asyncio.timeout. `paused` stops the clock."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
-        """Seconds that are left; up to date only while paused, and after the end."""
+        """Remaining seconds. The value is current only while the clock is paused, and after the body has ended."""
         self._pauses = 0
         self._since = 0.0
 
@@ -70,7 +70,7 @@ class TimeLimit:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock within this block. Blocks may overlap, and may belong to other tasks than the body."""
+        """Stop the clock within the block. Blocks may overlap, and may run in other tasks than the body."""
         if not self._pauses:
             self.left -= time.monotonic() - self._since
             self._reschedule(None)
@@ -94,15 +94,15 @@ class TimeLimit:
 log = logging.getLogger(__name__)
 
 WELL_FORMED = "well_formed"
-"""Reward part: 1 if no call of the conversation was malformed, else 0."""
+"""Name of a reward part: 1 if no call in the conversation was malformed, else 0."""
 
 
 class Agents(SingleTurn):
-    """Rollout program with conversations of several turns with tools, in the dialect of the model."""
+    """Rollout program for conversations of several turns with tools, in the model's dialect (its chat format)."""
 
     parts = (WELL_FORMED,)
     calls_tools = True
-    """True if the run's own tools answer the calls."""
+    """True if the tools of the run itself answer the model's calls."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         super().__init__(config, tokenizer, task, ranks)
@@ -147,7 +147,7 @@ class Agents(SingleTurn):
     @property
     @override
     def stop_token_ids(self) -> list[int]:
-        """No tokens: the dialect's stop tokens are added to each request."""
+        """Empty, because each request gets the dialect's stop tokens."""
         return []
 
     @override
@@ -165,7 +165,7 @@ class Agents(SingleTurn):
         return demonstration(self.dialect, prompt, response)
 
     def renders(self, collection: Collection) -> bool:
-        """Return whether the history before a further user turn is rendered and starts a new sequence."""
+        """Return True if a user turn after an answer starts a new sequence, whose prompt is the rendered history."""
         return collection.evaluates or self.settings.history == "rendered"
 
     @override
@@ -176,7 +176,7 @@ class Agents(SingleTurn):
 
     @override
     def check(self, collection: Collection) -> None:
-        """Raise UserError if all of several conversations, on all processes, failed, because this is not by chance."""
+        """Raise UserError if there were several conversations over all processes and all failed: this is not by chance."""
         assert isinstance(collection, AgentCollection)
         found = self.ranks.gather_from_leaders((collection.failures, collection.asked))
         problems = [problem for failures, _ in found for problem in failures]
@@ -190,7 +190,7 @@ class Agents(SingleTurn):
 
 
 def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
-    """Return a conversation to imitate. Replies train, except those of weight 0; observations do not.
+    """Return a conversation to imitate. The loss counts replies (except replies of weight 0), but no observations.
 
     turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool). Errors: UserError.
     """
@@ -218,22 +218,22 @@ def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any
 
 @dataclass
 class AgentCollection(Collection):
-    """The conversations of one step. Answers stay: after an engine died, `run` continues the conversations from there."""
+    """The conversations of one step. They keep their replies, so `run` can continue them after a failure of an engine."""
 
     agents: Agents = None  # type: ignore[assignment]  # the fields of Collection have defaults
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
-        """Last sequence of each conversation."""
+        """Current (last) sequence of each conversation."""
         self._before: dict[int, list[Conversation]] = defaultdict(list)
-        """Earlier sequences of each conversation, if histories are rendered."""
+        """Earlier sequences of each conversation, if new sequences start from rendered histories."""
         self._said: dict[int, list[tuple[list[int], Messages]]] = defaultdict(list)
-        """Replies, with the messages that answered them."""
+        """(reply, messages that answer the reply) of each conversation, in order."""
         self._worlds: dict[int, Environment] = {}
         self._finals: dict[int, str] = {}
         self.failures: list[str] = []
-        """Reasons of conversations that failed through no fault of the model, one for each."""
+        """Reasons of failures that were not the model's fault, one for each failed conversation."""
 
     @property
     def asked(self) -> int:
@@ -266,7 +266,7 @@ class AgentCollection(Collection):
         self._raise(done)
 
     async def _converse(self, client: SGLangClient, request: int) -> None:
-        """Run a conversation to its end. Errors: EngineLost; the conversation then stays as it is."""
+        """Run a conversation to its end. Errors: EngineLost; the conversation then keeps its state."""
         talk, settings = self._talks[request], self.agents.settings
         limit = TimeLimit(settings.time_limit_s - talk.seconds)
         assert self.agents.toolbox is not None
@@ -349,7 +349,7 @@ class AgentCollection(Collection):
         return sum(len(talk.tokens) for talk in (*self._before[request], self._talks[request]))
 
     def _begin_anew(self, request: int, talk: Conversation, messages: Messages) -> bool:
-        """Start a new sequence with rendered history if a user turn follows an answer; return whether this was the case."""
+        """Start a new sequence with the rendered history if a user turn follows an answer. Return True if this is the case."""
         agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
         if not agents.renders(self) or all(message["role"] != "user" for message in messages):
             return False
@@ -369,7 +369,7 @@ class AgentCollection(Collection):
     async def _reply(
         self, client: SGLangClient, request: int, talk: Conversation, sampling: dict[str, Any], *, number: int
     ) -> Reply:
-        """Sample the next reply. sampling: SGLang's parameters; number: count of the request's replies so far."""
+        """Sample the next reply. sampling: SGLang's parameters. number: count of the conversation's earlier replies."""
         stop = sorted({*map(int, self.stop_token_ids), *self.agents.dialect.stop_token_ids})
         sampling = self.support.request() | {"stop_token_ids": stop} | sampling
         if self.seed is not None:
@@ -400,9 +400,9 @@ class AgentCollection(Collection):
     def _judged(
         self, talks: Seq[Conversation], request: int, text: str, parts: dict[str, float], ended: str
     ) -> list[Trajectory]:
-        """Return the sequences of one sample, which share their rewards.
+        """Return the sequences of one sample with their rewards, which they share.
 
-        text: answer of the sample; parts: known rewards; ended: finish reason.
+        text: answer of the sample; parts: rewards that are known already; ended: finish reason.
         """
         p = self._prompt_of(request)
         well_formed = float(not any(turn.malformed for talk in talks for turn in talk.turns))
@@ -425,7 +425,7 @@ class AgentCollection(Collection):
         return made
 
     def _note(self, request: int, problem: str) -> None:
-        """Record that a conversation failed through no fault of the model, and is not trained on."""
+        """Record that a conversation failed through no fault of the model, so that it is not trained on."""
         if problem:
             self.failures.append(problem)
             log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} is not trained on: {problem}")

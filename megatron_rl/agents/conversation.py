@@ -1,4 +1,4 @@
-"""The growing record of one sample: the prompt, the sampled replies, and observations, which are not trained on."""
+"""The record of one sample while it grows: the prompt, the sampled replies, and observations, which are not trained on."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty while the conversation continues."""
+    """Reason of the conversation's end; empty while it continues."""
     seconds: float = 0.0
     """Seconds that the conversation has taken so far."""
 
     @property
     def context(self) -> list[int]:
-        """Token ids from which the next reply is sampled."""
+        """Token ids (prompt and all turns) after which the next reply is sampled."""
         return [*self.prompt, *self.tokens]
 
     def known_routes(self, pushed: str | None = None) -> int:
-        """Return the number of known rows of the routing table, which the engine need not send again.
+        """Return the number of known rows of the table of routes, which the engine need not send again.
 
-        The last token of a reply is routed only in the next turn. pushed: version of the weights last sent to the engine, if it
-        is known. A push flushes the engine's cache, so that the next reply builds on routes of the new weights. If some known
-        rows are of other weights, the result is 0, and the engine sends all rows again.
+        The last token of a reply is routed only in the next turn. pushed: version of the weights of the last weight sync, if it
+        is known. A weight sync flushes the engine's cache, so that the next reply builds on routes of the new weights. If some
+        known rows belong to other weights, the result is 0, and the engine sends all rows again.
         """
         last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
         versions = {version for _, version in self._tables()}
@@ -52,18 +52,21 @@ class Conversation:
         return len(self.prompt) + last.end - 1
 
     def _tables(self) -> list[tuple[Reply, str]]:
-        """Return the replies, with versions, whose tables make the whole table: from the last that brought all rows on."""
+        """Return the replies, with their weight versions, whose tables of routes join to the whole table.
+
+        The first of them is the last reply whose table contains all rows from the start.
+        """
         first = max((i for i, reply in enumerate(self.replies) if not reply.routes_start), default=0)
         routed = [reply for reply in self.replies[first:] if reply.routes is not None]
         return [(reply, reply.weight_spans[-1].version) for reply in routed]
 
     def add_reply(self, reply: Reply, messages: Messages = ()) -> Turn:
-        """Append a reply's tokens unchanged. messages: the reply as messages."""
+        """Append a reply's tokens unchanged. messages: the same reply in the form of messages."""
         self.replies.append(reply)
         return self._add("assistant", reply.tokens.tolist(), messages)
 
     def add_observation(self, tokens: Sequence[int], role: str = "tool", messages: Messages = ()) -> Turn:
-        """Append the answer to a reply, with the template's separators. messages: the answer without separators."""
+        """Append an observation (the answer to a reply) with the template's separators. messages: without separators."""
         return self._add(role, tokens, messages)
 
     def _add(self, role: str, tokens: Sequence[int], messages: Messages) -> Turn:
@@ -76,12 +79,12 @@ class Conversation:
         return turn
 
     def drop_open_observation(self) -> None:
-        """Drop an observation that no reply follows, because no token after it is trained on."""
+        """Drop an observation at the end that no reply follows, because nothing is trained on it."""
         if self.turns and self.turns[-1].role != "assistant":
             self.tokens = self.tokens[: self.turns.pop().start]
 
     def trajectory(self, routes: EngineRoutes | None, **settings: Any) -> Trajectory:
-        """Return the trajectory of all turns. routes: shape of the replies' routing tables, if they have tables.
+        """Return the trajectory of all turns. routes: layout of the replies' tables of routes; None if they have no tables.
 
         settings: the other fields of `Trajectory`.
         """
@@ -151,7 +154,7 @@ def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:
 
 
 def _spans(pairs: list[tuple[Turn, Reply]]) -> list[WeightSpan]:
-    """Return spans over the whole response; a span continues through an observation if the weights stayed the same."""
+    """Return weight spans over the whole response. A span includes an observation between replies with the same weights."""
     spans: list[WeightSpan] = []
     for turn, reply in pairs:
         for span in reply.weight_spans:

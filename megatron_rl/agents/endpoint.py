@@ -34,23 +34,23 @@ IGNORED = (
 IGNORED += ("response_format", "logprobs", "top_logprobs")
 """Request parameters that are ignored: the policy is sampled according to rollout.sampling."""
 MOST_BYTES = 16 * 2**20
-"""Limit of bytes of a request. A million tokens of text fit, even if JSON escapes each character (six bytes)."""
+"""Largest size of a request in bytes. A million tokens of text fit, even if JSON escapes each character (six bytes)."""
 MOST_REWARD = 1e9
-"""Limit of the magnitude of a reward, so that squares and sums of rewards are far from the limits of fp32."""
+"""Largest magnitude of a reward, so that squares and sums of rewards are far from the limits of fp32."""
 
 
 class Endpoint:
-    """Sessions by name, and the server that serves them. The endpoint belongs to one event loop."""
+    """HTTP server with one session per sample. The endpoint belongs to one event loop."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """port: 0 takes a free port."""
+        """Create it without listening. port: 0 for any free port."""
         self.sessions: dict[str, Session] = {}
         self._host, self.port = host, port
         self._runner: web.AppRunner | None = None
         self._told: set[str] = set()
 
     async def start(self) -> None:
-        """Start to listen. Errors: UserError if the port is taken."""
+        """Start to listen for requests. Errors: UserError if the port is taken."""
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/{session}/v1/models", self._models)
@@ -73,7 +73,7 @@ class Endpoint:
         return f"http://{self._host}:{self.port}/{session}/v1"
 
     def reward_url(self, session: str) -> str:
-        """Return the URL to which the session's reward may be posted, by anybody who knows the URL."""
+        """Return the URL for posting the session's reward. Anybody who knows the URL may post."""
         return f"http://{self._host}:{self.port}/{session}/reward/{self.sessions[session].reward_key}"
 
     def _session(self, request: web.Request) -> Session:
@@ -139,7 +139,7 @@ class Endpoint:
         return response
 
     def _tell(self, body: dict[str, Any]) -> None:
-        """Warn once about each parameter that is ignored."""
+        """Warn once about each parameter of a request that is ignored."""
         for name in IGNORED:
             if body.get(name) is not None and name not in self._told:
                 self._told.add(name)
@@ -150,7 +150,7 @@ class Endpoint:
 
 
 def reward_parts(value: Any) -> dict[str, float]:
-    """Return the reward parts in an agent's answer; a number is the part `correct`. Errors: ValueError for anything else."""
+    """Return the reward parts in an agent's answer; a plain number is the part `correct`. Errors: ValueError."""
     parts = value if isinstance(value, dict) else {"correct": value}
     try:
         if any(isinstance(part, str | bytes) for part in parts.values()):

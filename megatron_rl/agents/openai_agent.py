@@ -37,8 +37,8 @@ class OpenAIAgents(Agents):
     """Calls agent.function, or the task's own agent, once per sample, with the prompt and the base URL of its session.
 
     The agent is a function (prompt, base_url) -> reward, either async or plain (called in a thread). The reward is a number, or
-    numbers by name; None leaves it to the task, which scores the last reply. If the function has a parameter reward_url, it
-    gets the URL to which the reward may be posted instead. Tools that know only the base URL cannot set a reward.
+    numbers by name. For None, the task computes the reward from the last reply. If the function has a parameter reward_url, it
+    also gets the URL to which the reward may be posted instead. Tools that know only the base URL cannot set a reward.
     """
 
     calls_tools = False
@@ -202,9 +202,9 @@ class OpenAICollection(AgentCollection):
     async def _ask_when_served(
         self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit
     ) -> Reply:
-        """Return a reply. The time limit pauses while the engine is restarted, but not while it samples.
+        """Return a reply. The time limit pauses while the engine restarts, but not while it samples.
 
-        An agent may send any number of requests, so nothing else would bound a session.
+        The time limit is the only bound of a session, because an agent may send any number of requests.
         """
         number = self._asked.setdefault(request, 0)
         self._asked[request] += 1
@@ -223,7 +223,7 @@ class OpenAICollection(AgentCollection):
                 raise
 
     def _break(self, error: BaseException) -> None:
-        """Report the problem to the step's loop, which restarts the engine or ends the run."""
+        """Pass the error to the step's loop, which restarts the engine or ends the run."""
         self._served.clear()
         self._problem = self._problem or error
         self._broken.set()

@@ -11,5 +11,5 @@ PROGRAMS: dict[str, type[SingleTurn]] = {"single_turn": SingleTurn, "agent": Age
 
 
 def rollout_program(name: str) -> type[SingleTurn]:
-    """Return the program with this name, or the user's own from `module:name`. Errors: UserError."""
+    """Return the built-in program with this name, or the user's own from `module:name`. Errors: UserError."""
     return resolve("rollout program", name, PROGRAMS, "rollout.program")

@@ -1,7 +1,7 @@
 """Records an agent's requests through the OpenAI API as conversations, with exactly the sampled tokens.
 
 Messages that extend a recorded conversation reuse its tokens. All other messages (a sub-agent, a rewritten history) start a new
-sequence, whose prompt holds the earlier messages. Tokens that are trained on are never rendered again.
+sequence, whose prompt contains the earlier messages. Tokens that are trained on are never rendered again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_rl.tasks.openai_messages import parse_messages
 MOST_STOPS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLD_NAMES = {"functions": "tools", "function_call": "tools and tool_choice"}
-"""Fields of an older API, which the policy would not see, with the names of today's fields."""
+"""Fields of an older API, which the policy would not see, and the fields that replace them."""
 
 
 class BadRequest(Exception):
-    """The agent's request cannot be answered; the text is returned with status 400."""
+    """Error for a request that cannot be answered. The agent gets the error's text with status 400."""
 
 
 def _is_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def _is_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]
-"""Integer that JSON may write as 7.0, because JSON has only one kind of number."""
+"""Integer in a request. JSON may write it as 7.0, because JSON has only one type of number."""
 Length = Annotated[Whole, AfterValidator(_is_length)]
 Message = Annotated[dict[str, Any], AfterValidator(_is_message)]
 Tool = Annotated[dict[str, Any], AfterValidator(_is_tool)]
 
 
 class ChatRequest(BaseModel):
-    """The request fields that are used; others are ignored. null means the same as a missing field."""
+    """The fields of a request that the endpoint uses; other fields are ignored. null means the same as a missing field."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -85,7 +85,7 @@ class ChatRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """Longest reply, in tokens; below 1: no limit."""
+        """Largest number of tokens in the reply; below 1: no limit."""
         return self.max_completion_tokens or self.max_tokens or 0
 
     @property
@@ -95,7 +95,7 @@ class ChatRequest(BaseModel):
 
 
 def parse_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Return the request in a body. Errors: BadRequest that names the first invalid field."""
+    """Parse the body of a request. Errors: BadRequest that names the first invalid field."""
     for old, new in OLD_NAMES.items():
         if body.get(old) is not None:
             raise BadRequest(f"{old}: it belongs to an older API: use {new}")
@@ -110,23 +110,23 @@ def parse_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 CHARACTERS_PER_TOKEN = 64
-"""Limit of characters per token. No text exceeds it on average, so longer requests are refused before a slow tokenization."""
+"""Largest average number of characters per token. Longer requests cannot fit, so they are refused without slow tokenization."""
 LONG = 65_536
-"""Characters of a request that are tokenized in less than a tenth of a second."""
+"""Number of characters that are tokenized in less than a tenth of a second."""
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
-"""Samples a reply to a conversation; the second argument holds the SGLang sampling parameters that the agent chose."""
+"""Function that samples a reply to a conversation. The second argument holds the agent's SGLang sampling parameters."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """One recorded sequence, and the messages that it represents."""
+    """One recorded sequence, and the messages that its tokens represent."""
 
     talk: Conversation
     messages: list[Any]
     """Comparison keys (`_key`) of all messages: prompt, replies and answers to replies."""
     tools: str
     ends: list[tuple[int, int]] = field(default_factory=list)
-    """After each reply: number of messages and number of tokens, including the prompt."""
+    """(number of messages, number of tokens including the prompt) after each reply."""
     busy: bool = False
     """True while a reply is being sampled."""
 
@@ -141,26 +141,26 @@ class Session:
     """Largest number of tokens of a sequence after its prompt, tool results included."""
     context_length: int
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end a reply, besides the dialect's own."""
+    """Tokens that end a reply, in addition to the dialect's own."""
     branches: list[Branch] = field(default_factory=list)
     last: Parsed = field(default_factory=Parsed)
     """The last reply, parsed."""
     latest: Branch | None = None
-    """The sequence of the last reply."""
+    """Sequence that contains the last reply."""
     parts: Collection[str] = ("correct",)
-    """Names of the rewards that may be posted."""
+    """Names of the reward parts that may be posted."""
     reward_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
-    """Secret that allows posting a reward; the agent's tools do not know it."""
+    """Secret in the URL for posting a reward, which the agent's tools do not know."""
     reward: dict[str, float] = field(default_factory=dict)
-    """Reward parts that the agent has given."""
+    """Reward parts that the agent has set."""
     renders: bool = False
-    """True: if a user turn follows an answer and the dialect has its own history format, the history is rendered again."""
+    """True: the history is rendered again after an answer and a user turn, if the dialect has a format for histories."""
     closed: bool = False
     full: bool = False
-    """True if a conversation had no room for one more reply."""
+    """True if a conversation had no space for another reply."""
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
+        """Return a chat completion (OpenAI's API). Errors: BadRequest, and the errors of `ask`."""
         if self.closed:
             raise BadRequest("this session has ended")
         request = parse_request(body)
@@ -194,7 +194,7 @@ class Session:
         )
 
     def _stopped(self, reply: Reply, stop: Sequence[str]) -> Reply:
-        """Cut the reply at the agent's first stop text. The engine cannot do so, because it has no tokenizer."""
+        """Cut the reply after the agent's first stop text. The engine has no tokenizer and cannot find stop texts."""
         ids = reply.tokens.tolist()
         if not any(mark in self.form.text(ids) for mark in stop):
             return reply
@@ -208,7 +208,7 @@ class Session:
     async def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
         """Return the branch that the messages extend, with the new messages appended; else a new branch.
 
-        Errors: BadRequest for a text without room, or messages that the template does not accept.
+        Errors: BadRequest if the text is too long, or if the template does not accept the messages.
         """
         keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
         texts = [offered, *(text for _, content, calls in keys for text in (content, *chain.from_iterable(calls)))]
@@ -250,14 +250,14 @@ class Session:
         return branch
 
     def _rendered_anew(self, branch: Branch, number: int, fresh: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether messages after a reply belong to a rendered history, in their own sequence."""
+        """Return True if new messages after a reply start a new sequence with a rendered history."""
         if not self.renders or type(self.form).history is Dialect.history:
             return False
         answered = self.form.parse(branch.talk.replies[number].tokens.tolist()).final is not None
         return answered and any(message["role"] == "user" for message in fresh)
 
     async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
-        """Return tokens of messages with `size` characters. Long texts use a thread, so that other agents are not blocked."""
+        """Return the tokens of messages with `size` characters. A thread tokenizes long texts, to not block other agents."""
         try:
             if size > LONG:
                 form, thread = self.form.beside
@@ -320,7 +320,7 @@ class Session:
         }
 
     def close(self, reason: str) -> None:
-        """End all sequences and refuse further requests. reason: finish reason of sequences that have not ended before."""
+        """End all sequences and refuse further requests. reason: finish reason for sequences without one."""
         self.closed = True
         for branch in self.branches:
             branch.talk.drop_open_observation()
@@ -330,7 +330,7 @@ class Session:
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with the content of each as one text. Errors: BadRequest for parts that are not text."""
+    """Return messages whose content is a single text. Errors: BadRequest for parts that are not text."""
     found = []
     for message in messages:
         content = message.get("content")
@@ -365,7 +365,7 @@ def _key(message: Mapping[str, Any]) -> Any:
 
 
 def chunks(completion: Mapping[str, Any], *, usage: bool) -> Iterable[dict[str, Any]]:
-    """Return a completion as the chunks of a stream."""
+    """Split a completion into the chunks of a streamed reply. usage: add a chunk with the numbers of tokens."""
     head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choice = completion["choices"][0]
     message = choice["message"]

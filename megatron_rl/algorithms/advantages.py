@@ -1,4 +1,4 @@
-"""Advantages: reward of a response relative to a baseline. Arithmetic is in fp64; results have the dtype of the input."""
+"""Advantages: how much better a response is than a baseline. Arithmetic is in fp64; results have the dtype of the input."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from megatron_rl.algorithms.kl import check_positive
 
 SUM_ERROR = 1024 * torch.finfo(torch.float64).eps
-"""Bound of the relative rounding error of a sum in fp64: a tree, or a chain of up to 1024 micro-batches and ranks."""
+"""Bound of the relative rounding error of an fp64 sum. It holds for a tree of additions, or a chain of up to 1024 micro-batches
+and ranks."""
 
 
 def _groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the group index [N], group sizes [G] and "has spread" [G].
+    """Return (group index of each response [N], group sizes [G], True for groups with spread [G]).
 
     A group has spread if its rewards differ by more than rounding. Rewards that are sums of weighted parts can differ in the
     last bit. A division by such a "standard deviation" would turn noise into advantages of +-1.
@@ -42,8 +43,8 @@ def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize:
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2.
 
-    rewards: [N], group_ids: [N] in any order -> [N]. The standard deviation is the population's (divided by the group size,
-    not by size - 1). A group without spread, also a group of a single response, gives exact zeros.
+    rewards: [N], group_ids: [N] in any order -> [N]. The standard deviation is the population's (divided by the group size, not
+    by size - 1). A group without spread gives exact zeros; a group of a single response has no spread.
     Errors: ValueError if the shapes differ or a reward is not finite.
     """
     index, sizes, spread = _groups(rewards, group_ids)
@@ -53,7 +54,7 @@ def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize:
 def _standard(
     exact: torch.Tensor, index: torch.Tensor, sizes: torch.Tensor, spread: torch.Tensor, normalize: bool
 ) -> torch.Tensor:
-    """Return each value minus its group's mean, [N] fp64; divided by the standard deviation if `normalize`."""
+    """Return each value minus its group's mean, [N] fp64, and with `normalize` divided by the group's standard deviation."""
     mean = exact.new_zeros(len(sizes)).index_add_(0, index, exact) / sizes
     centered = exact - mean[index]
     if normalize:
@@ -65,13 +66,13 @@ def _standard(
 def process_supervision(
     scores: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True
 ) -> torch.Tensor:
-    """Return GRPO's advantage of the tokens of each step, with process supervision (Shao et al. 2024, section 4.1.3).
+    """Return GRPO's advantages with process supervision: one for the tokens of each step (Shao et al. 2024, section 4.1.3).
 
-    A step's score is normalized over all steps of all responses of its group. A token's advantage is the sum of the
-    normalized scores of its own step and of all later steps. Without `normalize` only the mean is subtracted (Dr. GRPO).
+    A step's score is normalized over all steps of all responses of its group. A token's advantage is the sum of the normalized
+    scores of its own step and of all later steps. Without `normalize` only the mean is subtracted (Dr. GRPO).
 
-    scores: [N, K], scores of the steps of N responses; mask: [N, K] bool, True if the response has this step; group_ids: [N]
-    in any order -> [N, K], zeros outside of the mask. A group whose steps all have the same score gives exact zeros.
+    scores: [N, K], scores of the steps of N responses; mask: [N, K] bool, True if the response has this step; group_ids: [N] in
+    any order -> [N, K], zeros outside of the mask. A group whose steps all have the same score gives exact zeros.
     Errors: ValueError if the shapes differ or a score is not finite.
     """
     mask = mask.bool()
@@ -89,8 +90,8 @@ def process_supervision(
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """Return RLOO's advantages (Ahmadian et al. 2024): r - mean reward of the other responses of the group.
 
-    rewards: [N], group_ids: [N] in any order -> [N]. A group without spread gives exact zeros. So does a group of a single
-    response, which has no baseline. Errors: as in `group_relative`.
+    rewards: [N], group_ids: [N] in any order -> [N]. A group without spread gives exact zeros. A group of a single response has
+    no baseline and gives zero too. Errors: as in `group_relative`.
     """
     index, sizes, spread = _groups(rewards, group_ids)
     exact = rewards.double()
@@ -106,9 +107,9 @@ def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperat
     arXiv 1910.00177, with a baseline). If the loss `reinforce` takes these weights as advantages, its mean over responses is
     the cross entropy to that policy: -sum of omega log pi, with omega the softmax.
 
-    The weights are positive, with mean 1 in each group. The loss lowers no response directly; a response becomes less
-    likely only because others become more likely. A group without spread, also a group of a single response, gives the
-    weight 1 to each response. Such a group imitates its own samples, which adds nothing but noise.
+    The weights are positive, with mean 1 in each group. The loss lowers no response directly; a response becomes less likely
+    only because others become more likely. A group without spread gives the weight 1 to each response; a group of a single
+    response has no spread. Such a group imitates its own samples, which adds nothing but noise.
 
     rewards: [N], group_ids: [N] in any order -> [N]. Errors: as in `group_relative`, and if the temperature is not positive.
     """
@@ -122,10 +123,10 @@ def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperat
 
 
 def moments(values: torch.Tensor, mask: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Return the number of masked-in values, the sum of (value - shift) and the sum of its squares: [3] fp64.
+    """Return the number of masked-in values, the sum of (value - shift) and the sum of (value - shift)^2: [3] fp64.
 
-    values, mask: any shape, the same for both. Results may be added over micro-batches and ranks if all use the same shift.
-    A variance from these sums loses (mean - shift)^2 / variance of fp64's precision. If means may be large, compute moments
+    values, mask: any shape, the same for both. Results may be added over micro-batches and ranks if all use the same shift. A
+    variance from these sums loses precision by a factor of (mean - shift)^2 / variance. If means may be large, compute moments
     twice: first without a shift, then with the mean of the first result (added over all ranks) as the shift.
     """
     if values.shape != mask.shape:
@@ -135,7 +136,7 @@ def moments(values: torch.Tensor, mask: torch.Tensor, *, shift: torch.Tensor | f
 
 
 def mean_and_variance(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean (relative to the shift) and the population variance, two scalars, from added `moments` [3].
+    """Return the mean (relative to the shift) and the population variance, two scalars. moments: [3], summed over all parts.
 
     Both are 0 if there are no values. A variance that is no larger than the rounding error of the sums is exactly 0.
     """
@@ -154,8 +155,8 @@ def whiten(
 ) -> torch.Tensor:
     """Return (value - mean) / standard deviation, of any shape. Without `shift_mean` the mean is added back.
 
-    moments: [3], added over all parts, computed with the same `shift`. If the values differ by no more than rounding, the
-    result is zeros (or the mean).
+    moments: [3], summed over all parts of the data, computed with the same `shift`. If the values differ by no more than
+    rounding, the result is zeros (without `shift_mean`: the mean).
     """
     mean, variance = mean_and_variance(moments)
     ulp = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
@@ -170,11 +171,11 @@ def batch_normalized(
 ) -> torch.Tensor:
     """Return (value - mean) / standard deviation over all masked-in elements, and zeros elsewhere.
 
-    Source: REINFORCE++ (Hu 2025); PPO's whitening. The deviation is the population's, computed in two passes. Values without
-    spread give zeros.
+    Source: REINFORCE++ (Hu 2025); PPO's whitening. The standard deviation is the population's, computed in two passes. Values
+    without spread give zeros.
 
     values, mask: any shape, the same for both, for example [B, T] or [N].
-    add: sums `moments` over the ranks, if each rank holds a part of the elements.
+    add: function that sums `moments` over the ranks, if each rank holds a part of the elements.
     """
     shift, _ = mean_and_variance(add(moments(values, mask)))
     return torch.where(mask.bool(), whiten(values, add(moments(values, mask, shift=shift)), shift=shift), 0.0)
@@ -221,17 +222,16 @@ def generalized(
     lam: float,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return generalized advantage estimates, the sum over l of (gamma lam)^l delta_{t+l}, and the returns.
+    """Return (generalized advantage estimates, returns). An estimate is the sum over l of (gamma lam)^l delta_{t+l}.
 
     Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
 
-    rewards, values, mask: [B, T] -> (advantages [B, T], returns = advantages + values [B, T]).
-    An episode ends at its last masked-in token; without `bootstrap` the value after it is 0. Masked-out tokens in between
-    (tool output) are not steps of the policy: the recursion skips them and ignores their rewards and values. Both results
-    are zero at these tokens.
+    rewards, values, mask: [B, T] -> (advantages [B, T], returns = advantages + values [B, T]). An episode ends at its last
+    masked-in token; without `bootstrap` the value after this token is 0. Masked-out tokens before the end (tool output) are not
+    steps of the policy: the recursion skips them and ignores their rewards and values. Both results are zero at these tokens.
 
-    bootstrap: [B], value of the state after the last masked-in token: nonzero for responses that were cut off, 0 for
-    responses that ended by themselves.
+    bootstrap: [B], value of the state after the last masked-in token: nonzero for responses that were cut off, 0 for responses
+    that ended by themselves.
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         shapes = [list(t.shape) for t in (rewards, values, mask)]

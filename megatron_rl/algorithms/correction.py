@@ -1,8 +1,8 @@
 """Importance weights between the trainer's policy and the engine that sampled, and rules that drop bad samples.
 
-With r = exp(train log-prob - rollout log-prob), this file holds truncated importance sampling (TIS, Yao et al. 2025), masked
-importance sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning: Stable LLM-RL by Taming the
-Tail" (Li et al., appendix A). The veto drops a sequence from the update if one of its tokens is nearly impossible under the
+With r = exp(train log-prob - rollout log-prob), this module implements truncated importance sampling (TIS, Yao et al. 2025),
+masked importance sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning: Stable LLM-RL by Taming
+the Tail" (Li et al., appendix A). The veto drops a sequence from the update if one of its tokens is nearly impossible under the
 trainer's policy (for example r < 1e-4).
 
 A token outside of the trainer's safe set has the train log-prob -inf and therefore the ratio 0 (theorem 5.3 of Li et al.).
@@ -23,18 +23,18 @@ from megatron_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Weights of packed tokens and how they came about; all fields are [T], without gradient."""
+    """Weights of packed tokens, and the reasons for them. All fields are [T], without gradient."""
 
     weights: torch.Tensor
-    """fp64: importance weight of each token; 0 outside of the mask."""
+    """Importance weight of each token, fp64; 0 outside of the mask."""
     log_ratios: torch.Tensor
-    """fp64: log r at the level of the correction (token, sequence or geometric); 0 outside of the mask."""
+    """log r at the level of the correction (token, sequence or geometric), fp64; 0 outside of the mask."""
     bounded: torch.Tensor
-    """bool: True if the mode changed the ratio."""
+    """bool: True if `Correction.mode` changed the ratio."""
     vetoed: torch.Tensor
     """bool: True if the veto dropped the token's sequence."""
     rejected: torch.Tensor
-    """bool: True if the token was dropped because its statistic, or its sequence's statistic, is above `reject_above`."""
+    """bool: True if the token was dropped because its own or its sequence's statistic is above `reject_above`."""
 
 
 def divergence(log_ratios: torch.Tensor, statistic: Literal["abs_log_ratio", "k2", "k3"]) -> torch.Tensor:
@@ -88,13 +88,15 @@ def token_weights(
 
 @torch.no_grad()
 def counts(found: TokenWeights, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return the contribution of each token to the denominator of the loss, [T] fp64. found: weights of the loss terms.
+    """Return the contribution of each token to the denominator of the loss, [T] fp64, as `correction.denominator` says.
 
+    found: weights of the loss terms. The denominators are:
     sampled: 1 for each token of the mask, whatever its weight (the mean in theorem 5.3 of "Taming the Tail").
-    kept_sequences: 0 for tokens of a sequence that the veto or the rejection dropped as a whole, 1 for the others. Tokens
-    that are masked by the mode or outside of the safe set still count, with ratio 0 (theorem 5.3 with the veto of
-    appendix A, as in the paper).
-    kept_tokens: 1 if the weight is not 0. weights: the weight itself (self-normalized importance sampling).
+    kept_sequences: 0 for tokens of a sequence that the veto or the rejection dropped as a whole, 1 for the others. Tokens that
+    are masked by the mode or outside of the safe set still count, with ratio 0 (theorem 5.3 with the veto of appendix A, as in
+    the paper).
+    kept_tokens: 1 if the weight is not 0.
+    weights: the weight itself (self-normalized importance sampling).
     """
     if correction.denominator == "weights":
         return found.weights
@@ -118,12 +120,12 @@ def _bounded(ratio: torch.Tensor, correction: Correction) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights of a padded batch."""
+    """Result of `rollout_correction`: importance weights of a padded batch."""
 
     weights: torch.Tensor
-    """[B, T], detached; zero outside of the mask and in dropped rows."""
+    """Importance weights [B, T], without gradient; zero outside of the mask and in dropped rows."""
     keep: torch.Tensor
-    """[B] bool: True for rows that the veto did not drop."""
+    """Rows that the veto did not drop, [B] bool."""
     metrics: dict[str, torch.Tensor]
     """Metrics of this batch, as scalars."""
 
@@ -131,8 +133,8 @@ class RolloutCorrection:
 def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:
     """Return (sum w)^2 / sum w^2 with w = r^alpha and r = exp(log_ratios): the number of equal weights with this variance.
 
-    log_ratios: any shape -> scalar between 1 and the number of elements; 0 if there are no elements or all weights are 0.
-    Computed in logs and fp64, so that no ratio overflows.
+    log_ratios: any shape -> scalar between 1 and the number of elements; 0 if there are no elements or all weights are 0. The
+    computation uses logarithms in fp64, so that no ratio overflows.
     """
     exponents = torch.where(log_ratios == -torch.inf, -torch.inf, alpha * log_ratios.detach().double()).flatten()
     if not exponents.numel():
@@ -143,7 +145,7 @@ def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> to
 
 
 def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return train - rollout inside of the mask and 0 elsewhere, fp64. train is -inf for a token that the trainer pruned."""
+    """Return train - rollout log-probs in the mask and 0 elsewhere, fp64. Tokens that the trainer pruned have train = -inf."""
     difference = torch.where(mask, train.double() - rollout.double(), 0.0)
     wrong = difference.isnan() | (difference == torch.inf)
     if wrong.any():
@@ -210,10 +212,10 @@ def rollout_correction(
 
 
 def bias_bound(largest_reward: float, horizon: int, coverage: float) -> float:
-    """Return R_max T (1 - Z), an upper bound of |J_pruned - J|: the shift of the expected reward (proposition 5.5).
+    """Return R_max T (1 - Z), an upper bound of |J_pruned - J|: the change of the expected reward (proposition 5.5).
 
-    largest_reward: R_max, if rewards lie between 0 and R_max (or the width of their range); horizon: T, the longest response
-    in tokens; coverage: Z, the smallest share of the softmax that a safe set holds in any state. If Z is the mean over the
-    states that either policy visits, the bound is tighter (eq. 26).
+    largest_reward: R_max, if rewards lie between 0 and R_max (or the width of their range). horizon: T, the longest response in
+    tokens. coverage: Z, the smallest probability mass that a safe set holds in any state. If Z is the mean over the states that
+    either policy visits, the bound is tighter (eq. 26).
     """
     return largest_reward * horizon * (1.0 - coverage)

@@ -1,4 +1,4 @@
-"""Options of the mismatch correction, and their checks. This file does not import torch: the config checks use it first."""
+"""Options of the mismatch correction, and their checks. Does not import torch, because config checks need it first."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ DENOMINATORS = ("sampled", "kept_sequences", "kept_tokens", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Treatment of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound, or low above high."""
+    """Treatment of a token's importance ratio r = exp(train log-prob - rollout log-prob).
+
+    Errors: ValueError for an unknown choice, a missing bound, or low above high.
+    """
 
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
-    """none: weight 1; truncate: min(r, high); mask: r if low <= r <= high, else 0; clip: r clamped to [low, high]. The modes
-    mask and clip need only one of the two bounds."""
+    """Importance weight from a ratio. none: weight 1; truncate: min(r, high); mask: r if low <= r <= high, else 0; clip: r
+    clamped to [low, high]. The modes mask and clip need only one of the two bounds."""
     level: Level = "token"
     """Ratio r that is bounded. token: ratio of the token; sequence: product of the ratios over the mask of the sequence;
     geometric: geometric mean of these ratios."""
     low: float | None = None
     high: float | None = None
     veto: float | None = None
-    """Threshold of token ratios: if any token of a sequence is below it, the sequence is dropped from the update. Its
-    weights are 0, and it has no KL or entropy term."""
+    """Threshold of token ratios: if any token of a sequence is below it, the sequence is dropped from the update. The
+    sequence's weights are then 0, and it has no KL or entropy term."""
     reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
     """Statistic by which tokens or sequences are dropped: |log r|, (log r)^2 / 2 (k2) or r - 1 - log r (k3)."""
     reject_level: Level = "geometric"
-    """Statistic that is compared. token: the token's own; sequence: sum over the mask; geometric: mean over the mask."""
+    """Level at which the statistic is compared. token: the token's own statistic; sequence: its sum over the mask; geometric:
+    its mean over the mask."""
     reject_above: float | None = None
-    """Largest value of the statistic that is kept."""
+    """Largest value of the statistic at which a token or sequence is kept."""
     denominator: Denominator = "kept_tokens"
     """Denominator of the loss; `correction.counts` gives the contribution of each token."""
 
@@ -53,11 +57,11 @@ class Correction:
 
     @classmethod
     def of(cls, settings: object) -> Self:
-        """Build the correction from a config section that has all of these fields. Errors: ValueError, as above."""
+        """Build the correction from a config section that has all of these fields. Errors: ValueError as in the constructor."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def per_token(self) -> bool:
-        """True if the weight of a token depends only on its own ratio."""
+        """True if the weight of a token depends only on the token's own ratio."""
         of_tokens = self.level == "token" and (self.reject == "none" or self.reject_level == "token")
         return of_tokens and not self.veto

@@ -6,11 +6,11 @@ With d = log policy - log reference at a token that the policy sampled (Schulman
     k2 = d^2 / 2              biased value, low variance
     k3 = exp(-d) - 1 + d      unbiased, never negative
 
-An estimator with a good value need not have a good gradient. The gradient of the KL is E[d * grad log policy]. The gradients
-of the three estimators, used as loss terms, are:
+An estimator with a good value need not have a good gradient. The gradient of the KL is E[d * grad log policy]. The gradients of
+the three estimators, used as loss terms, are:
 
     k2: d * grad log policy. Its expectation is exactly the gradient of the KL.
-    k3: (1 - exp(-d)) * grad log policy. It equals the above to first order in d. Its expectation is the gradient of the
+    k3: (1 - exp(-d)) * grad log policy. This gradient equals k2's to first order in d. Its expectation is the gradient of the
         *forward* KL. GRPO trains with this gradient, so `estimate` keeps it.
     k1: grad log policy. Its expectation is zero, so as a loss term it would only add noise.
         `estimate` therefore gives k1 the gradient of k2. The value is still k1.
@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Largest log-ratio before exp. e^20 = 5e8 is far above any meaningful ratio and far below overflow."""
+"""Upper limit of log-ratios before exp. e^20 = 5e8 is far above any meaningful ratio and far below overflow."""
 
 
 def check_positive(**numbers: float) -> None:
@@ -37,9 +37,10 @@ def check_positive(**numbers: float) -> None:
 def estimate(
     log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
-    """Return per-token estimates of KL(policy || reference), differentiable in `log_probs` (gradients: see the module).
+    """Return per-token estimates of KL(policy || reference), differentiable in `log_probs`.
 
-    log_probs, reference_log_probs: any shape, the same for both -> this shape. Errors: ValueError for an unknown estimator.
+    log_probs, reference_log_probs: any shape, the same for both -> this shape. The module's docstring explains the gradients.
+    Errors: ValueError for an unknown estimator.
     """
     difference = log_probs - reference_log_probs.detach()
     if estimator == "k3":
@@ -65,7 +66,7 @@ class FixedController:
         self.value = value
 
     def update(self, kl: float, samples: int) -> float:
-        """Return the value; the measured KL has no effect."""
+        """Return the constant value; the measured KL has no effect."""
         del kl, samples
         return self.value
 
@@ -80,7 +81,8 @@ class FixedController:
 class AdaptiveController:
     """Adapts the KL coefficient so that the KL approaches its target (Ziegler et al. 2019, section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon: a change of at most 20 % in `horizon` samples.
+    The update rule is value *= 1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon: a change of at most 20 % in `horizon`
+    samples.
 
     value: initial coefficient; target: KL, in the unit of the `kl` given to `update`; horizon: number of samples.
     Errors: ValueError if one of them is not positive.
@@ -95,8 +97,8 @@ class AdaptiveController:
     def update(self, kl: float, samples: int) -> float:
         """Update the value by the KL measured over `samples` samples, and return the new value.
 
-        Errors: ValueError if the KL is not finite, if `samples` is below 0, or if it is five horizons or more. Each horizon
-        can take away 20 %, so that after five of them the coefficient would be 0.
+        Errors: ValueError if the KL is not finite, if `samples` is below 0, or if it is five horizons or more. Each horizon can
+        lower the coefficient by 20 %, so after five horizons it would be 0.
         """
         if not math.isfinite(kl):
             raise ValueError(f"kl = {kl}: must be a finite number")

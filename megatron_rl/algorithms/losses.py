@@ -1,8 +1,8 @@
 """Losses of policies and critics, per token. Gradient descent minimizes the terms; the caller averages them.
 
-A policy loss is a function of `LossInputs`: packed tensors [T] that hold many sequences one after another. The config names
-it by its key in `POLICY_LOSSES` or as `module:name`. `loss_weights` gives the weights of the average. Terms are zero outside
-of the mask, whatever the other tensors hold there, even NaN.
+A policy loss is a function of `LossInputs`: packed tensors [T] that hold many sequences one after another. The config names a
+loss by its key in `POLICY_LOSSES` or as `module:name`. `loss_weights` returns the weights of the average. Terms are zero
+outside of the mask, whatever the other tensors hold there, even NaN.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LossInputs:
     advantages: Tensor
     """Advantage of each token."""
     mask: Tensor
-    """bool: tokens that the loss includes."""
+    """Tokens that the loss includes, bool."""
     segments: Segments
-    """Sequence of each token."""
+    """Assignment of the tokens to sequences."""
     clip_low: float
-    """The ratio is clipped below 1 - clip_low; infinite if it is not clipped."""
+    """Clip bound: a ratio below 1 - clip_low is clipped. Infinite: no lower clip."""
     clip_high: float
-    """The ratio is clipped above 1 + clip_high; infinite if it is not clipped."""
+    """Clip bound: a ratio above 1 + clip_high is clipped. Infinite: no upper clip."""
     tau_pos: float = 1.0
     """SAPO's temperature for advantages above 0."""
     tau_neg: float = 1.05
@@ -51,22 +51,22 @@ class LossTerms:
     terms: Tensor
     """Terms of the loss, differentiable."""
     clipped: Tensor
-    """bool: True if the clip changed the term."""
+    """Tokens whose term the clip changed, bool."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss: the function of its terms, and properties that the trainer uses."""
+    """A policy loss: the function that computes its terms, and properties that the trainer uses."""
 
     terms: Callable[[LossInputs], LossTerms]
     """Function that computes the terms."""
     per_token: bool = True
     """True if each term depends on the log-prob of one token only. The output head can then compute gradients by chunk."""
     has_ratio: bool = True
-    """True if the loss depends on the old log-probs."""
+    """True if the loss uses the ratio of current to old probabilities."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Return the terms of the packed tokens."""
+        """Return the loss terms of packed tokens."""
         return self.terms(inputs)
 
 
@@ -75,9 +75,9 @@ class SurrogateLoss:
     """A clipped loss and the share of clipped tokens."""
 
     loss: Tensor
-    """Scalar, differentiable."""
+    """Mean loss, a differentiable scalar."""
     clip_fraction: Tensor
-    """Scalar: share of the masked-in tokens whose clipped branch was smaller, so that they have no gradient."""
+    """Share of masked-in tokens for which the clipped term is the larger loss, so that they have no gradient. A scalar."""
 
 
 def token_terms(
@@ -85,9 +85,9 @@ def token_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return PPO's clipped surrogate with DAPO's two bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
-    Source: Schulman et al. 2017, eq. 7. All arguments have one shape -> (terms, clipped bool), both of this shape. If
-    old_log_probs = log_probs.detach(), the ratio is exactly 1 and the gradient is exactly -A * grad log_probs, the
-    on-policy policy gradient.
+    Source: Schulman et al. 2017, eq. 7. All arguments have one shape; the results (terms, clipped bool) have it too. If
+    old_log_probs = log_probs.detach(), the ratio is exactly 1 and the gradient is exactly -A * grad log_probs, the on-policy
+    policy gradient.
     """
     ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
     free = ratio * advantages
@@ -127,8 +127,8 @@ def reinforce(inputs: LossInputs) -> LossTerms:
 def cispo(inputs: LossInputs) -> LossTerms:
     """Return the terms of CISPO: -stopgrad(clip(r, 1-low, 1+high)) A log_prob.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The clip bounds the weight of a token but does not remove its gradient:
-    every token takes part in the update.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The clip bounds the weight of a token but does not remove its gradient,
+    so every token takes part in the update.
     """
     x = inputs
     ratio = torch.exp((x.log_probs.detach() - x.old_log_probs).clamp(max=MAX_LOG_RATIO))
@@ -140,7 +140,8 @@ def sapo(inputs: LossInputs) -> LossTerms:
     """Return the terms of SAPO, soft adaptive policy optimization: -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)).
 
     Source: Gao et al. 2025, arXiv:2511.20347. tau is tau_pos if A > 0, else tau_neg. The weight of a token's gradient is
-    f'(r) r. This weight is 1 at r = 1, as without a clip, and falls smoothly on both sides. The value f(1) is 2 / tau, not 1.
+    f'(r) r. This weight is 1 at r = 1, as without a clip, and falls smoothly toward 0 for ratios far from 1. The value f(1) is
+    2 / tau, not 1.
     """
     x = inputs
     ratio = torch.exp((x.log_probs - x.old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
@@ -159,7 +160,7 @@ POLICY_LOSSES = {
 
 
 def policy_terms(loss: PolicyLoss, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss without averaging -> (terms [T], sums of metrics over the masked-in tokens).
+    """Return (loss terms [T], not averaged; sums of metrics over the masked-in tokens).
 
     The sums are detached scalars; divide them by the number of tokens. They are `loss/clip_fraction`, `loss/old_kl` (k3
     estimate of the KL from the old policy to the current one), `loss/ratio` and `loss/ratio_tail` (ratio outside of [1/2, 2]).
@@ -191,12 +192,12 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight [T] of each token's term, before the division by the total of the update.
 
-    The loss of an update is sum(terms * weights) over the whole update, divided by a total:
-    token_mean: the weight is 1, the total is the number of masked-in tokens: a mean over tokens.
-    sequence_mean: the weight is 1 / (masked-in tokens of the sequence), the total is the number of sequences: the mean over
-    sequences of their token means (GRPO, GSPO).
-    sequence_sum: the weight is 1, the total is `constant_total`: the mean over sequences of their token sums / a constant
-    (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+    The loss of an update is sum(terms * weights) over the whole update, divided by a total. Aggregations:
+    token_mean: the weight is 1, the total is the number of masked-in tokens. The loss is a mean over tokens.
+    sequence_mean: the weight is 1 / (masked-in tokens of the sequence), the total is the number of sequences. The loss is the
+    mean over sequences of their token means (GRPO, GSPO).
+    sequence_sum: the weight is 1, the total is `constant_total`. The loss is the mean over sequences of their token sums / a
+    constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
     sequence_lengths: [sequences], masked-in tokens of each whole sequence; counted from `mask` if not given.
     """
@@ -211,11 +212,11 @@ def loss_weights(
 
 
 def constant_total(count: Tensor, segments: Segments, sequence_lengths: Tensor, length: int) -> Tensor:
-    """Return this part's share of the total of `sequence_sum` in an update: `length` per counted sequence, fp64 scalar.
+    """Return this batch's contribution to the total of `sequence_sum`: `length` per counted sequence, fp64 scalar.
 
-    count: [T], 1 at the masked-in tokens of counted sequences, 0 elsewhere; sequence_lengths: [sequences], all masked-in
-    tokens of each sequence. Each token adds `length` / (masked-in tokens of its sequence), so that the parts of a sequence
-    on several ranks add up to `length`.
+    count: [T], 1 at the masked-in tokens of counted sequences, 0 elsewhere; sequence_lengths: [sequences], all masked-in tokens
+    of each sequence. Each token adds `length` / (masked-in tokens of its sequence), so that the parts of a sequence on several
+    ranks add up to `length`.
     """
     return length * (count.double() / segments.spread_out(sequence_lengths.double(), padding=1.0).clamp(min=1)).sum()
 
@@ -250,19 +251,19 @@ class ValueLoss:
     """A critic's loss and the share of clipped tokens."""
 
     loss: Tensor
-    """Scalar, differentiable."""
+    """Mean loss, a differentiable scalar."""
     clip_fraction: Tensor
-    """Scalar: share of the masked-in tokens whose clipped branch was larger, so that they have no gradient."""
+    """Share of masked-in tokens whose clipped error is the larger one, so that they have no gradient. A scalar."""
 
 
 def value_terms(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
     """Return PPO's critic loss, max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, differentiable in `values`.
 
     Source: the critic loss of Schulman et al. 2017 (arXiv 1707.06347, eq. 9), halved, with the clip of OpenAI's baselines and
-    of Ziegler et al. 2019's code. If a value has moved from the old value towards the return by more than `clip`, it has no
-    gradient. clip None: (v - R)^2 / 2.
+    of Ziegler et al. 2019's code. If a value has moved from the old value toward the return by more than `clip`, it has no
+    gradient. Without a clip (None) the loss is (v - R)^2 / 2.
 
-    All arguments have one shape -> (terms, at least fp32; clipped, bool), both of this shape. Errors: ValueError if the clip
+    All arguments have one shape; the results (terms, at least fp32; clipped, bool) have it too. Errors: ValueError if the clip
     is not positive.
     """
     if clip is not None and not clip > 0:
@@ -295,7 +296,7 @@ def clipped_value(
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return sums over the masked-in tokens for `explained_variance`, [5] fp64, to be added over micro-batches and ranks.
 
-    They are the sums of 1, R, R^2, R - v and (R - v)^2. values v, returns R, mask: any shape, the same for all.
+    With values v and returns R, they are the sums of 1, R, R^2, R - v and (R - v)^2. All arguments have the same shape.
     """
     return torch.cat([moments(returns, mask), moments(returns.double() - values.double(), mask)[1:]])
 

@@ -26,9 +26,9 @@ class DPOLoss:
     loss: Tensor
     """Scalar: mean over pairs, differentiable."""
     chosen_rewards: Tensor
-    """[N], detached: beta x log-ratio of the chosen response; with lengths, divided by the length."""
+    """Implicit rewards of the chosen responses, [N] without gradient: beta x log-ratio, per token if lengths are given."""
     rejected_rewards: Tensor
-    """[N], detached: the same for the rejected response."""
+    """Implicit rewards of the rejected responses, like `chosen_rewards`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class KTOLoss:
     loss: Tensor
     """Scalar: mean over responses, differentiable."""
     rewards: Tensor
-    """[N], detached: beta x log-ratio."""
+    """Implicit rewards of the responses, [N] without gradient: beta x log-ratio."""
 
 
 def _same_length(**tensors: Tensor) -> None:
@@ -163,10 +163,10 @@ def kto(
 
 
 def kto_baseline(policy_mismatched: Tensor, reference_mismatched: Tensor) -> Tensor:
-    """Return KTO's estimate z0 of KL(policy || reference): max(0, mean of the log-ratios), a detached scalar.
+    """Return KTO's estimate z0 of KL(policy || reference): max(0, mean of the log-ratios), a scalar without gradient.
 
-    The arguments are [N] log-probs of mismatched responses: each prompt of the batch with the response of its neighbor.
-    Without responses the result is 0.
+    The arguments are [N] log-probs of mismatched responses: each prompt of the batch with the response of its neighbor. Without
+    responses the result is 0.
     """
     _same_length(policy_mismatched=policy_mismatched, reference_mismatched=reference_mismatched)
     return _mean(_exact(policy_mismatched.detach()) - _exact(reference_mismatched.detach())).clamp(min=0)
@@ -176,7 +176,7 @@ def kto_baseline(policy_mismatched: Tensor, reference_mismatched: Tensor) -> Ten
 
 
 def _beyond(chosen: Tensor, rejected: Tensor, weights: Tensor | None, **target: Tensor | float) -> Tensor:
-    """Return chosen - rejected - target, all [N]; the target may be a scalar. Errors give the target's keyword name."""
+    """Return chosen - rejected - target, all [N]. target: one keyword argument, [N] or scalar; errors use its name."""
     tensors = {"chosen": chosen, "rejected": rejected} | ({} if weights is None else {"weights": weights})
     ((name, wanted),) = target.items()
     if isinstance(wanted, Tensor) and wanted.ndim:

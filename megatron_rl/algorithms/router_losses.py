@@ -1,4 +1,4 @@
-"""Terms that balance the experts of a router: losses on its scores and logits, and biases that follow the load."""
+"""Losses and biases that balance the load of a router's experts. Losses act on scores and logits; biases follow the load."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def load_balancing_terms(scores: Tensor, loads: Tensor) -> Tensor:
     """Return each token's term [T] of the load-balancing loss, in the dtype of `scores`.
 
-    Source: Fedus et al. 2021, arXiv 2101.03961, eq. 4. With E experts, the scores p of a token (their sum is 1) and the share
-    f of the load of each expert, the term is E x the sum over experts of f p. The loss is the mean over the tokens from which
-    the loads were counted. It is 1 if all experts have the same load or the same score, and E if one expert has everything.
-    Only `scores` get a gradient.
+    Source: Fedus et al. 2021, arXiv 2101.03961, eq. 4. With E experts, a token's scores p (their sum is 1) and each expert's
+    share f of the load, the term is E x the sum over experts of f p. The loss is the mean over the tokens from which the loads
+    were counted. It is 1 if all experts have the same load or the same score, and E if one expert has everything. Only `scores`
+    get a gradient.
 
     scores: [T, E]; loads: [E], how often each expert was chosen over all tokens, on all ranks. If all loads are 0, the terms
     are 0.
@@ -35,8 +35,8 @@ def z_terms(logits: Tensor) -> Tensor:
 def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
     """Return the biases after an update: bias + rate x sign(mean load - load).
 
-    Source: Wang et al. 2024, arXiv 2408.15664, algorithm 1. The bias is added to the router's scores to choose experts, but
-    not to compute their weights (DeepSeek-V3, arXiv 2412.19437, eq. 16).
+    Source: Wang et al. 2024, arXiv 2408.15664, algorithm 1. The bias is added to the router's scores to choose experts, but not
+    to compute the experts' weights (DeepSeek-V3, arXiv 2412.19437, eq. 16).
     bias, loads: [..., E]; loads: how often each expert was chosen in the update.
     """
     return bias + rate * torch.sign(loads.mean(-1, keepdim=True) - loads).to(bias.dtype)

@@ -1,4 +1,4 @@
-"""Sampling support: the set of tokens that the engine samples from, described once for the sampler and the loss."""
+"""Sampling support: the set of tokens that the engine samples from. The sampler and the loss share one description of it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_rl.errors import UserError
 MOST_KEPT = 4096
 """Largest top_k for which SGLang can return the kept tokens (its option return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
-"""Largest number of kept tokens that SGLang may return. It keeps all ties at the border; a larger set fails the request."""
+"""Largest number of kept tokens that SGLang returns. It keeps all ties at the threshold; a larger set fails the request."""
 _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
 _UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-"""Options sent in every request: a server may have other defaults (--preferred-sampling-params), and log-probs would not
-show them."""
+"""Options sent in every request. A server may have other defaults (--preferred-sampling-params), and log-probs would not show
+their effect."""
 
 
 @dataclass(frozen=True)
 class SamplingSupport:
     """Temperature and truncation of sampling, used for the log-probs of both the engine and the trainer.
 
-    Both sides always compute log-probs over the same kind of renormalized support:
-    no truncation: the whole vocabulary.
-    min_p (pruning.rho): on each side, the tokens whose probability is at least min_p times the largest one of this side (Li
-    et al., def. 5.1). The engine's set may be smaller (engine_min_p: pruning.engine_rho). Each side renormalizes over its own
-    set (def. 5.2). The ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the tokens between the
-    two borders.
+    Engine and trainer always compute log-probs over the same kind of renormalized support: no truncation: the whole vocabulary.
+    min_p (pruning.rho): the tokens whose probability is at least min_p times the largest one (Li et al., def. 5.1). Engine and
+    trainer each use their own probabilities and renormalize over their own set (def. 5.2). The engine's set may be smaller
+    (engine_min_p: pruning.engine_rho). The ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the
+    tokens between the two thresholds.
     top_p, top_k: the tokens that the engine kept and returned with each response token.
+
     If the engine truncated and the trainer did not, log(kept mass) would enter every importance ratio.
     """
 
@@ -41,10 +41,10 @@ class SamplingSupport:
     top_k: int = -1
     min_p: float = 0.0
     engine_min_p: float | None = None
-    """The engine's min_p; None: the same as min_p."""
+    """min_p of the engine; None: the same as min_p."""
     tail_floor: float = 0.0
-    """Fault for experiments, in the engine only: each token that is not pruned gets at least this fraction of the largest
-    probability. The trainer does not know of it."""
+    """Deliberate error for experiments, in the engine only: each token that is not pruned gets at least this fraction of the
+    largest probability. The trainer does not take it into account."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, pruning: PruningConfig) -> SamplingSupport:
@@ -83,7 +83,7 @@ class SamplingSupport:
 
     @property
     def keeps_sets(self) -> bool:
-        """True if the engine returns its kept set with every token."""
+        """True if the engine returns, with every token, the set of tokens that its sampler kept."""
         return (self.top_p < 1.0 or self.top_k > 0) and self.temperature > 0
 
     @property
@@ -93,7 +93,7 @@ class SamplingSupport:
 
     @property
     def log_rho(self) -> float | None:
-        """Log of the trainer's pruning threshold, for `ops.masked_log_softmax`; None without vocabulary pruning."""
+        """Logarithm of the trainer's pruning threshold, for `ops.masked_log_softmax`; None without vocabulary pruning."""
         return math.log(self.min_p) if self.min_p else None
 
     @property
@@ -103,11 +103,11 @@ class SamplingSupport:
 
     @property
     def unpruned(self) -> SamplingSupport:
-        """The same support without vocabulary pruning on both sides."""
+        """The same support without vocabulary pruning in engine and trainer."""
         return replace(self, min_p=0.0, engine_min_p=None)
 
     def sampled(self) -> dict[str, float]:
-        """Return the support of tokens and log-probs, in the form of recorded trajectories; min_p is the engine's value."""
+        """Return the support under which the engine sampled, as trajectories record it. min_p is the engine's value."""
         found = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.engine_rho}
         return found | {"tail_floor": self.tail_floor}
 
@@ -124,7 +124,7 @@ class SamplingSupport:
             )
 
     def request(self) -> dict[str, Any]:
-        """Return SGLang's sampling_params, as far as this support sets them."""
+        """Return the entries of SGLang's sampling_params that this support determines."""
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         sampling |= _UNTOUCHED
         if bounds := self._bounds:
@@ -132,7 +132,7 @@ class SamplingSupport:
         return sampling
 
     def options(self) -> dict[str, Any]:
-        """Return the other fields of SGLang's request that this support needs."""
+        """Return the fields that this support needs in SGLang's request, in addition to the sampling_params of `request`."""
         options: dict[str, Any] = {"custom_logit_processor": PRUNE_TAIL} if self._bounds else {}
         if self.keeps_sets:
             options["return_sampling_mask"] = True
@@ -146,6 +146,9 @@ class SamplingSupport:
 
 
 def request_seed(key: str, number: int) -> int:
-    """Return the seed, in [0, 2**63), of one request. key: config seed and step; number: of the request, prompt by prompt."""
+    """Return the seed, in [0, 2**63), of one request.
+
+    key: text made of config seed and step. number: index of the request within the step, counted prompt by prompt.
+    """
     digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

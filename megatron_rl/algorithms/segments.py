@@ -1,4 +1,4 @@
-"""Sums over each sequence of a packed batch. Tokens lie one after another and may be split over ranks."""
+"""Sums over each sequence of a packed batch. Sequences follow one another and may be split over ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Segments:
     """Assignment of T packed tokens to sequences."""
 
     ids: Tensor
-    """[T] int64: number of each token's sequence, 0..count-1; -1 for padding."""
+    """Index of each token's sequence, 0..count-1, [T] int64; -1 for padding."""
     count: int
     """Number of sequences, the same on all ranks of the context-parallel group."""
     all_reduce: AllReduce | None = None
-    """Sum over the ranks that hold other parts of the sequences. None if this rank holds every sequence whole."""
+    """Function that sums over the ranks that hold other parts of the sequences; None if this rank holds whole sequences."""
     counts: bool = True
-    """True on the one rank of the context-parallel group that counts whole-sequence metrics."""
+    """True on the one rank of the context-parallel group that reports metrics of whole sequences."""
 
     @classmethod
     def of(cls, ids: Tensor) -> Segments:
-        """Build segments from ids [T], if this rank holds every sequence whole."""
+        """Build segments from ids [T] on a rank that holds every sequence whole."""
         return cls(ids, int(ids.max()) + 1 if ids.numel() else 0)
 
     def local_sums(self, values: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Segments:
         return list(self.all_reduce(found) if self.all_reduce else found)
 
     def spread_out(self, per_sequence: Tensor, padding: float = 0.0) -> Tensor:
-        """Return [T]: the value of each token's sequence, from per_sequence [count]; `padding` for padding tokens."""
+        """Return, for each token, the value of its sequence, [T]. per_sequence: [count]. Padding tokens get `padding`."""
         return torch.cat([per_sequence, per_sequence.new_full((1,), padding)])[self.ids]
 
     def take(self, rows: Tensor) -> Segments:

@@ -1,19 +1,19 @@
 """Stein variational policy updates over experts: the experts of an MoE layer are the particles of one distribution.
 
-This file implements VP2O, "Variational Proximal Policy Optimization" (arXiv:2606.08032), for one layer with N experts. Each
-expert has a prototype p_i, the top right singular vector of its output projection W_i. K = P P^T / tau measures how alike two
+This module implements VP2O, "Variational Proximal Policy Optimization" (arXiv:2606.08032), for one layer with N experts. Each
+expert has a prototype p_i, the top right singular vector of its output projection W_i. K = P P^T / tau measures how similar two
 experts are. g_j is the gradient of expert j. The weights alpha belong to experts that are active on the same tokens, the
 weights beta to experts that are not. Expert i moves along
 
     phi_i = sum_j alpha_ij K_ij g_j - lambda sum_j beta_ij grad_{W_i} K_ij                            (Eq. 10, see below)
 
 The sign of the second term follows the text of the paper, not its printed equation. As printed, Eq. 10 adds grad K and Section
-3.2 ascends along it, which would pull experts together. The text wants to push them apart, as SVGD does: there the repulsion
-is the gradient of the kernel in its *other* argument. Here a step of pure repulsion lowers the mean kernel over the pairs of
-beta.
+3.2 ascends along it, which would pull experts together. The text of the paper says that repulsion pushes them apart, as SVGD
+does. In SVGD the repulsion is the gradient of the kernel in its *other* argument. Here a step of pure repulsion lowers the mean
+kernel over the pairs of beta.
 
-A singular vector has no sign. The sign of K_ij therefore depends on where the power iteration started: give all experts of a
-layer the same start.
+A singular vector has no sign. The sign of K_ij therefore depends on the start vector of the power iteration: use the same start
+vector for all experts of a layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 AllReduce = Callable[[Tensor], Tensor]
 """Function that sums a tensor over the ranks that hold the other slices of D_in."""
 Attraction = Literal["kernel", "mean"]
-"""Combination of the gradients: by alpha K (Eq. 10), or by a weighted mean (`mixing`)."""
+"""Combination of the gradients: weights alpha K (Eq. 10), or a weighted mean (`mixing`)."""
 OrthogonalityForm = Literal["cosine", "projection"]
-"""Form of the terms of `orthogonality_loss`."""
+"""Formula of the terms in `orthogonality_loss`."""
 MOST_NEIGHBORS = 4
-"""Default limit of an expert's number of neighbors, and of its number of inactive neighbors."""
+"""Default upper limit of an expert's number of neighbors, and of its number of inactive neighbors."""
 TOLERANCE = 1e-10
 """Squared residual at which conjugate gradients stop, relative to the squared norm of the target."""
 
@@ -47,7 +47,7 @@ def neighborhood(experts: int, neighbors: int | None = None, inactive: int | Non
     """Return the number of neighbors (including the expert itself) and of inactive neighbors in a layer of `experts`.
 
     The default of each number is a quarter of the experts, at most MOST_NEIGHBORS, so that some pairs neither attract nor
-    repel. In a layer of fewer than four experts the default is no attraction between experts.
+    repel. With fewer than four experts, the default is no attraction between experts.
     """
     quarter = min(MOST_NEIGHBORS, max(1, experts // 4))
     return neighbors or (max(2, quarter) if experts >= 4 else 1), inactive or quarter
@@ -84,7 +84,7 @@ def coactivation(topk: Tensor, num_experts: int) -> Tensor:
 
 
 def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = None) -> Tensor:
-    """Return M^att, `[N, N]` bool: for each active expert itself and the `neighbors` - 1 most often co-active experts.
+    """Return M^att, `[N, N]` bool: for each active expert, itself and the `neighbors` - 1 experts most often active with it.
 
     With `above`: itself and all other experts with O_ij >= `above`. The row of an inactive expert is empty. Experts that are
     never active on the same token are not neighbors.
@@ -98,7 +98,7 @@ def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = 
 def repulsion_mask(
     coactivation: Tensor, inactive_neighbors: int, below: float | None = None, *, attract: Tensor | None = None
 ) -> Tensor:
-    """Return M^rep, `[N, N]` bool: for each active expert the `inactive_neighbors` least often co-active experts.
+    """Return M^rep, `[N, N]` bool: for each active expert, the `inactive_neighbors` experts least often active with it.
 
     With `below`: all other experts with O_ij <= `below`. Experts in the mask `attract` are left out. The row of an inactive
     expert is empty.
@@ -115,7 +115,7 @@ def _others(matrix: Tensor) -> Tensor:
 def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` smallest allowed scores of each row.
 
-    Ties are broken in cyclic order, starting at the row's own index, so that not all experts choose the first ones.
+    Ties are broken in cyclic order that starts at the row's own index, so that rows with ties choose different experts.
     """
     size = len(scores)
     order = (torch.arange(size, device=scores.device)[:, None] + torch.arange(size, device=scores.device)) % size
@@ -125,7 +125,7 @@ def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
 
 
 def neighbor_weights(mask: Tensor) -> Tensor:
-    """Return alpha or beta of Eq. 9 from a mask `[N, N]`: mask / max(1, sum of the row), fp32 (fp64 for fp64)."""
+    """Return alpha or beta of Eq. 9 from a mask `[N, N]`: mask / max(1, row sum), in fp32 (fp64 for an fp64 mask)."""
     mask = mask if mask.dtype == torch.float64 else mask.float()
     return mask / mask.sum(-1, keepdim=True).clamp(min=1)
 
@@ -137,7 +137,8 @@ def prototypes(weights: Tensor, steps: int, initial: Tensor, *, all_reduce: AllR
     """Return unit vectors `[N, D_out]` after `steps` power iterations on W^T W, near the top right singular vectors.
 
     weights: `[N, D_in, D_out]`; initial: `[N, D_out]`, of any norm. The result is at least fp32. An expert whose weights are
-    zero keeps its initial direction. Autograd differentiates through the steps; `kernel_gradient` gives the limit.
+    zero keeps its initial direction. Autograd differentiates through the iterations. `kernel_gradient` computes the gradient in
+    the limit of infinitely many iterations.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weights, start = weights.to(dtype), torch.nn.functional.normalize(initial.to(dtype), dim=-1)
@@ -178,9 +179,10 @@ def kernel_gradient(
     q_i = sum_j beta_ij p_j / tau, one solve x = (s I - M)^+ (q - <q, p> p) serves the whole row:
     grad <q, p> = (W p) x^T + (W x) p^T.
 
-    damping: damping * s I is added to (s I - M). This bounds x if the two largest singular values are nearly equal, when the
-    direction p means little; 0 is exact. The solver runs at most `iterations` of conjugate gradients. If p of a row is not yet
-    the top eigenvector, the row stops at the first direction of lower curvature than a converged p would allow.
+    damping: damping * s I is added to (s I - M). This bounds x if the two largest singular values are nearly equal. In this
+    case the direction p means little. A damping of 0 is exact. The solver runs at most `iterations` of conjugate gradients. If
+    p of a row is not yet the top eigenvector, the row stops at the first direction of lower curvature than a converged p would
+    allow.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weights, every = weights.to(dtype), prototypes.to(dtype)
@@ -208,7 +210,7 @@ def _conjugate_gradients(
     """Solve apply(x) = right row by row, `[n, D]`.
 
     A row stops when its squared residual is at most `enough` `[n, 1]`. It also stops when the curvature of the operator is not
-    above its `smallest` eigenvalue `[n, 1]`. Then p is not yet the top vector, and the row keeps its current solution.
+    above its `smallest` eigenvalue `[n, 1]`. In this case p is not yet the top vector, and the row keeps its current solution.
     """
     x, residual = torch.zeros_like(right), right
     direction = residual
@@ -257,7 +259,7 @@ def mixing(attract: Tensor, kernel: Tensor, attraction: Attraction = "kernel") -
 
 
 def untouched(mixing: Tensor) -> Tensor:
-    """Return `[N]` bool: True for rows of `mixing` `[N, N]` that equal the row of the identity."""
+    """Return `[N]` bool: True for rows of `mixing` `[N, N]` that equal the same row of the identity."""
     identity = torch.eye(len(mixing), dtype=mixing.dtype, device=mixing.device)
     return (mixing == identity).all(-1)
 
@@ -272,10 +274,11 @@ def transform(
     repulsion: float,
     attraction: Attraction = "kernel",
 ) -> Tensor:
-    """Transform gradients of the loss `[N, D_in, D_out]` into VP2O's descent directions (Eq. 10, sign as above), same shape.
+    """Transform the loss's gradients `[N, D_in, D_out]` into VP2O's descent directions of the same shape (Eq. 10).
 
-    weights: `[N, D_in, D_out]`; prototypes: `[N, D_out]`; kernel, attract (alpha) and repel (beta): `[N, N]`; repulsion:
-    lambda. If a row of `mixing` is the row of the identity, the gradient of this expert stays the same bit for bit.
+    The sign of the repulsion is explained in the module's docstring. weights: `[N, D_in, D_out]`; prototypes: `[N, D_out]`;
+    kernel, attract (alpha) and repel (beta): `[N, N]`; repulsion: lambda. If a row of `mixing` equals the same row of the
+    identity, the gradient of this expert stays the same bit for bit.
     """
     by = mixing(attract, kernel, attraction).to(grads.dtype)
     mixed = torch.einsum("ij,j...->i...", by, grads)
@@ -305,7 +308,7 @@ def orthogonality_loss(expert_outputs: Tensor, form: OrthogonalityForm = "projec
 
 
 def orthogonality_of_products(inner: Tensor, form: OrthogonalityForm = "projection") -> Tensor:
-    """Return `orthogonality_loss` from the inner products <x_j, x_k>, `[T, k, k]`."""
+    """Return `orthogonality_loss`, computed from the inner products <x_j, x_k>, `[T, k, k]`."""
     squares = inner.diagonal(dim1=-2, dim2=-1) + 1e-6
     apart = ~torch.eye(inner.shape[-1], dtype=torch.bool, device=inner.device)
     if form == "projection":

@@ -1,4 +1,4 @@
-"""The certificate: lines for the terminal, a Markdown page, and the same content as JSON."""
+"""The certificate as lines for the terminal, as a Markdown page, and with the same content as JSON."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ PAGE, DATA = "certificate.md", "certificate.json"
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the proof: an equation between two sides."""
+    """One step of the proof: two recordings (for example decode and prefill) that should be equal."""
 
     name: str
     says: str
-    """Description of the comparison."""
+    """Text that describes the comparison."""
     found: Comparison
     """Result of the comparison."""
     remark: str = ""
-    """Text that is added to the outcome in parentheses."""
+    """Remark, added to the outcome in parentheses."""
 
 
 def name_of(place: Place) -> str:
-    """Return the name of a place, for example `'router' of layer 3`."""
+    """Return the name of a place (an operator in a layer), for example `'router' of layer 3`."""
     layer, operator = place
     return f"'{operator}'" if layer is None else f"'{operator}' of layer {layer}"
 
 
 def outcome(found: Comparison) -> str:
-    """Return one line: equal to the last bit, or the first unequal place and the largest difference."""
+    """Return one line: "equal to the last bit", or the first unequal place and the largest difference."""
     if not found.tokens:
         return "not compared"
     apart = f"; in {found.otherwise} of {found.sequences} sequences the tokens differ from some position on"
@@ -64,7 +64,10 @@ def _cell(one: Difference | None) -> str:
 
 
 def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> str:
-    """Return the page in Markdown. name: name of the run. facts: from `facts_of`. identical: precision.identical."""
+    """Return the certificate as a Markdown page.
+
+    name: name of the run. facts: result of `facts_of`. identical: value of precision.identical.
+    """
     lines = [f"# Certificate of {name}", "", verdict(identical, steps), ""]
     lines += [f"- {fact}: {value}" for fact, value in facts.items()]
     lines += ["", "| step | what is compared | outcome |", "|---|---|---|"]
@@ -87,7 +90,7 @@ def page(name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[S
 
 
 def verdict(identical: bool, steps: Sequence[Step]) -> str:
-    """Return the first sentence of the page. identical: precision.identical."""
+    """Return the first sentence of the page, with the overall result. identical: value of precision.identical."""
     if all(step.found.equal for step in steps):
         return "Trainer and engine are equal to the last bit."
     step = next(step for step in steps if not step.found.equal)
@@ -122,7 +125,10 @@ def facts_of(
 
 
 def _table(found: Comparison) -> list[str]:
-    """Return the table operator x layer: "equal", or the largest difference and the number of unequal rows."""
+    """Return a Markdown table of operators by layers.
+
+    A cell is "equal", or the largest difference and the number of unequal rows.
+    """
     layers = sorted({layer for layer, _ in found.places if layer is not None})
     operators = sorted({operator for layer, operator in found.places if layer is not None}, key=OF_LAYER.index)
     lines = [f"| operator | {' | '.join(f'layer {layer}' for layer in layers)} |", "|---" * (len(layers) + 1) + "|"]
@@ -145,7 +151,7 @@ def _left_out(found: Comparison) -> list[str]:
 
 
 def as_json(facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> dict[str, Any]:
-    """Return the content of certificate.json. Parameters as in `page`."""
+    """Return the content of certificate.json. The parameters are explained in `page`."""
 
     def of_difference(one: Difference) -> dict[str, Any]:
         return {"rows": one.rows, "unequal": one.unequal, "largest": one.largest}
@@ -179,7 +185,7 @@ def as_json(facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) ->
 
 
 def write(folder: Path, name: str, facts: Mapping[str, str], identical: bool, steps: Sequence[Step]) -> Path:
-    """Write both files into a run's folder and return the path of the page. Parameters as in `page`."""
+    """Write page and JSON into a run's folder, and return the path of the page. The parameters are explained in `page`."""
     (folder / DATA).write_text(json.dumps(as_json(facts, identical, steps), indent=2) + "\n")
     (folder / PAGE).write_text(page(name, facts, identical, steps))
     return folder / PAGE

@@ -1,9 +1,9 @@
 """`megatron-rl certify CONFIG`: compares every operator of trainer and engine bit for bit, on the same tokens.
 
-The proof has three parts. The numbers of a token do not depend on other tokens in the batch (batch invariance); decode equals
-prefill; and prefill equals the trainer. It follows that trainer = decode, which is measured too. Both sides use the weights of
-model.path; nothing is trained or pushed. The engine runs first and ends before the trainer is built, because both may share
-GPUs.
+The proof has three parts. The values of a token do not depend on other tokens in the batch (batch invariance); decode equals
+prefill; and prefill equals the trainer. It follows that the trainer equals decode, which is measured too. Engine and trainer
+use the weights of model.path; nothing is trained, and no weights are synchronized. The engine runs first and ends before the
+trainer is built, because both may share GPUs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Side = Mapping[int, Recorded]
 
 
 def certify_command(config: Config, prompts: int, tokens: int) -> int:
-    """Write the certificate of a config into its run's folder. Every process calls it.
+    """Compare engine and trainer, and write the certificate into the run's folder. Every process calls it.
 
-    prompts: number of prompts of the task; tokens: length of the longest response. Returns the exit status: 1 if
+    prompts: number of prompts of the task. tokens: length of the longest response. Returns the exit status: 1 if
     `precision.identical` is on and any step is unequal, else 0. Errors: UserError that names the key, if the config cannot be
     certified.
     """
@@ -79,8 +79,8 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
 def _steps(sides: Sides, trained: Side, alone: Side, read: Side, *, as_sampled: bool) -> list[Step]:
     """Return the steps of the proof, in order.
 
-    read: recording with log-probs over the whole vocabulary, as in a prefill; as_sampled: sampling was over the whole
-    vocabulary too.
+    read: the trainer's recording with log-probs over the whole vocabulary, as in a prefill. as_sampled: True if sampling was
+    over the whole vocabulary too.
     """
     decoded = sides.decode if as_sampled else {n: without_log_probs(one) for n, one in sides.decode.items()}
     as_read = {n: replace(one, log_probs=read[n].log_probs) for n, one in trained.items()}

@@ -1,4 +1,4 @@
-"""Config of a certificate: the model as stored in its folder, on a server that this process starts. Imports no torch."""
+"""Config of a certificate: the model is the one in model.path, on a server that this process starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.errors import UserError
 
 
 def certified(config: Config, prompts: int, tokens: int) -> Config:
-    """Return the config without route replay and adapters. Errors: UserError that names the key, if not certifiable."""
+    """Return the config without route replay and adapters. Errors: UserError that names the key, if it cannot be certified."""
     if config.rollout.external:
         raise UserError(
             "certify: rollout.addresses lists external servers, which do not record the outputs of their operators; set"

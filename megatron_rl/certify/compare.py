@@ -1,4 +1,4 @@
-"""Comparison of two recordings of the same tokens, value by value; pure functions on tensors."""
+"""Value-by-value comparison of two recordings of the same tokens. All functions are pure and work on tensors."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch import Tensor
 from megatron_rl.algorithms.correction import divergence
 
 Place = tuple[int | None, str]
-"""Layer (from 0; None outside of the layers) and operator."""
+"""Layer (counted from 0; None outside of the layers) and operator whose output was recorded."""
 LOG_PROBS = "log-probs"
 """Name of the log-probs in a `Place`."""
 
 
 @dataclass
 class Recorded:
-    """Values that one side computed for one sequence of n tokens, in R rows."""
+    """Operator outputs (R rows) and log-probs of one sequence of n tokens, as recorded in the engine or in the trainer."""
 
     tokens: Tensor
-    """[n] int64."""
+    """Token ids, [n] int64."""
     log_probs: Tensor
-    """[n] fp32: log-prob of each token given the tokens before it; NaN if this side did not compute it."""
+    """Log-prob of each token given the tokens before it, [n] fp32; NaN if it was not computed."""
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[R] int64: row r belongs to the token at positions[r]. A position occurs twice if it was computed again."""
+    """Positions of the rows in the sequence, [R] int64. A position occurs twice if its token was computed again."""
     values: dict[Place, Tensor] = field(default_factory=dict)
-    """Place -> recorded values [R, m]."""
+    """{place: recorded values [R, m]}."""
 
 
 Recording = Mapping[int, Recorded]
-"""Sequence number -> its recorded values."""
+"""{sequence number: its recorded values}."""
 
 
 @dataclass
 class Difference:
-    """Difference between two sides in one place."""
+    """Difference between the two recordings in one place."""
 
     rows: int = 0
-    """Number of rows that both sides have."""
+    """Number of rows that both recordings have."""
     unequal: int = 0
     """Number of rows with an unequal value."""
     largest: float = 0.0
     """Largest absolute difference."""
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Add rows [r, m] of both sides. Two NaNs count as equal, and so do 0 and -0."""
+        """Add rows [r, m] of both recordings. Two NaNs count as equal, and so do 0 and -0."""
         left, right = left.double(), right.double()
         unequal = (left != right) & ~(left.isnan() & right.isnan())
         self.rows += len(left)
@@ -59,14 +59,14 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Comparison of two sides over all sequences that both have."""
+    """Comparison of two recordings, left and right, over all sequences that both have."""
 
     sequences: int = 0
     """Number of compared sequences."""
     tokens: int = 0
-    """Number of positions for which both sides have a row or a log-prob."""
+    """Number of positions for which both recordings have a row or a log-prob."""
     otherwise: int = 0
-    """Number of sequences whose tokens differ from some position on. Nothing is compared after this position."""
+    """Number of sequences whose tokens differ. Nothing is compared after the first different token."""
     places: dict[Place, Difference] = field(default_factory=dict)
     """Differences by place, in the order in which the places are computed."""
     log_probs: Difference = field(default_factory=Difference)
@@ -74,9 +74,9 @@ class Comparison:
     kl: float = 0.0
     """k3 estimate of KL(right || left), in nats per token."""
     left_alone: list[Place] = field(default_factory=list)
-    """Places of the left side that the right side lacks or has in another form."""
+    """Places of the left recording that the right one lacks or has in another shape."""
     right_alone: list[Place] = field(default_factory=list)
-    """Places of the right side that the left side lacks or has in another form."""
+    """Places of the right recording that the left one lacks or has in another shape."""
 
     @property
     def equal(self) -> bool:
@@ -92,7 +92,7 @@ class Comparison:
 
 
 def order_of(place: Place) -> tuple[float, int]:
-    """Return the sort key of a place, for the order in which places are computed."""
+    """Return the sort key that puts places into the order in which they are computed."""
     layer, operator = place
     if layer is None:
         return {EMBEDDING: -1.0, FINAL_NORM: float("inf")}[operator], 0
@@ -102,8 +102,8 @@ def order_of(place: Place) -> tuple[float, int]:
 def compare(left: Recording, right: Recording) -> Comparison:
     """Compare each row and each log-prob of `left` with `right`, for the same token of the same sequence.
 
-    A row or log-prob is compared only if all tokens up to its own are the same on both sides. If a position was computed
-    twice, each computation of the left side is compared with the last computation of the right side.
+    A row or log-prob is compared only if all tokens up to its own are equal in both recordings. If a position was computed
+    twice, each computation in `left` is compared with the last computation in `right`.
     """
     found = Comparison()
     divergences = []
@@ -131,19 +131,19 @@ def compare(left: Recording, right: Recording) -> Comparison:
 
 
 def without_log_probs(one: Recorded) -> Recorded:
-    """Return the recording with all log-probs set to NaN (not compared), because they are over another distribution."""
+    """Return the recording with all log-probs set to NaN (not compared), because they belong to another distribution."""
     return replace(one, log_probs=torch.full_like(one.log_probs, torch.nan))
 
 
 def common_prefix(left: Tensor, right: Tensor) -> int:
-    """Return the number of equal tokens at the beginning of [n] and [m]."""
+    """Return the number of equal tokens at the beginning of two token tensors [n] and [m]."""
     shorter = min(len(left), len(right))
     unequal = (left[:shorter] != right[:shorter]).nonzero()
     return int(unequal[0]) if len(unequal) else shorter
 
 
 def matching_rows(left: Tensor, right: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return the row indices of both sides with equal positions below `length`: int64 [r] each.
+    """Return the indices of rows in both recordings that have the same position, below `length`: int64 [r] each.
 
     left, right: positions [R] and [S] of the rows.
     """
@@ -154,7 +154,7 @@ def matching_rows(left: Tensor, right: Tensor, length: int) -> tuple[Tensor, Ten
 
 
 def _k3(left: Tensor, right: Tensor) -> Tensor:
-    """Return the k3 estimate of each token with finite log-probs."""
+    """Return the k3 estimate of the KL for each token whose log-probs are finite."""
     d = left.double() - right.double()
     return divergence(d[d.isfinite()], "k3")
 

@@ -1,4 +1,4 @@
-"""The engine's side of a certificate: samples and reads the same sequences in every way that can occur in a run."""
+"""The engine's recordings for a certificate: it samples and prefills the same sequences in every way that occurs in a run."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from megatron_rl.servers.server import RolloutServer
 from megatron_rl.tasks import Prompt
 
 ATTEMPTS = 8
-"""Number of attempts to release the cache of requests during sampling; the requests may end first."""
+"""Number of attempts to retract requests during sampling, which releases their cache. The requests may end before that."""
 POLL_S = 0.002
-"""Seconds between two checks of the folder."""
+"""Seconds between two checks of the folder for new recordings."""
 
 
 @dataclass
 class Sides:
-    """Values of the engine by sequence number, for each way to compute them."""
+    """Recordings of the engine: values by sequence number, for each way to compute them."""
 
     trajectories: list[Trajectory]
-    """Responses sampled in `decode`, which the prefills read again."""
+    """Responses sampled in `decode`. The prefills run over these responses."""
     decode: dict[int, Recorded] = field(default_factory=dict)
-    """Sampling of all responses in one batch."""
+    """Recording of a decode: all responses are sampled in one batch."""
     decode_alone: dict[int, Recorded] = field(default_factory=dict)
-    """Sampling of each response alone."""
+    """Recording of a decode in which each response is sampled alone."""
     prefill: dict[int, Recorded] = field(default_factory=dict)
-    """Prefill of all sequences in one batch."""
+    """Recording of a prefill of all sequences in one batch."""
     prefill_alone: dict[int, Recorded] = field(default_factory=dict)
-    """Prefill of each sequence alone."""
+    """Recording of a prefill of each sequence alone."""
     cached: dict[int, Recorded] = field(default_factory=dict)
-    """Prefill of sequences that are partly in the prefix cache; without rows for cached tokens."""
+    """Recording of a prefill of sequences that are partly in the prefix cache; without rows for cached tokens."""
     from_cache: int = 0
-    """Number of tokens that came from the cache."""
+    """Number of tokens in `cached` that came from the prefix cache."""
     retracted: dict[int, Recorded] = field(default_factory=dict)
-    """Sampling during which the cache was released."""
+    """Recording of a decode during which the server retracted the requests and released their cache."""
     computed_again: int = 0
     """Number of sequences in `retracted` whose tokens were computed again."""
 
@@ -64,7 +64,7 @@ class EngineRecorder:
         timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """timeout_s: limit of one HTTP call, in seconds. say: prints progress."""
+        """Create it. timeout_s: limit of one HTTP call, in seconds. say: prints progress."""
         self.server, self.folder, self.support, self.say = server, folder, support, say
         self.client = SGLangClient(
             [server.address], timeout_s=timeout_s, retries=0, lost=lambda: not server.alive(), key=server.key
@@ -72,7 +72,7 @@ class EngineRecorder:
         self._asked = 0
 
     def run(self, prompts: Sequence[Prompt], lengths: Sequence[int], seed: int) -> Sides:
-        """Sample responses of the given lengths (in tokens) and record all sides. Errors: UserError."""
+        """Sample responses of the given lengths (in tokens) and return all recordings. Errors: UserError."""
         seeds = [request_seed(f"{seed}/certify", number) for number in range(len(prompts))]
         tokens = [[int(token) for token in prompt.tokens] for prompt in prompts]
         everyone = range(len(prompts))
@@ -137,7 +137,10 @@ class EngineRecorder:
         return self.support.request() | {"max_new_tokens": length, "ignore_eos": True, "sampling_seed": seed}
 
     def _read(self, whole: dict[int, list[int]], starts: dict[int, int] | None = None) -> dict[int, Recorded]:
-        """Record a prefill of whole sequences. With starts, only tokens after the start; earlier tokens may be cached."""
+        """Record a prefill of whole sequences.
+
+        starts: position of the first token with a log-prob in each sequence; earlier tokens may come from the prefix cache.
+        """
         options: dict[str, Any] = {"logprob_start_len": [starts[n] for n in whole]} if starts else {}
         replies, rows = self._ask([*whole.values()], {"max_new_tokens": 0}, prompt_log_probs=True, options=options)
         found = {}
@@ -150,12 +153,12 @@ class EngineRecorder:
         return found
 
     _while_asking: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Coroutine that runs during a call."""
+    """Coroutine that runs while requests are in progress."""
 
     def _ask(
         self, prompts: list[list[int]], sampling: Any, *, options: dict[str, Any] | None = None, **more: Any
     ) -> tuple[list[Reply], list[Recorded]]:
-        """Send requests; return the replies and the recorded values of each. The folder is emptied before and after."""
+        """Send requests; return the replies and the recorded values of each request. Empty the folder before and after."""
         self._asked += 1
         rids = [f"certify-{self._asked}-{i}" for i in range(len(prompts))]
         clear(self.folder)
@@ -197,7 +200,10 @@ def clear(folder: Path) -> None:
 
 
 def read_passes(folder: Path, rids: Sequence[str]) -> list[Recorded]:
-    """Read positions and values of each request from all passes in the folder, in order. Tokens and log-probs stay empty."""
+    """Read each request's positions and values from all recorded forward passes in the folder, in order.
+
+    Tokens and log-probs of the results stay empty.
+    """
     positions: dict[str, list[Tensor]] = {rid: [] for rid in rids}
     values: dict[str, dict[Place, list[Tensor]]] = {rid: {} for rid in rids}
     for file in sorted(folder.glob("*.pt")):

@@ -1,4 +1,7 @@
-"""Records the outputs of the trainer's operators during scoring, row by row, under the names used for the engine."""
+"""Records outputs of the trainer's operators, row by row, during the computation of log-probs.
+
+The operators have the same names as in the engine's recordings.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +36,22 @@ _OUTPUTS = {
     "mlp.router": "router",
     "mlp": "MLP",
 }
-"""Module of a layer -> operator whose output it returns."""
+"""{module of a layer: operator whose output the module returns}."""
 SUMS_OF_BIAS = ("output projection", "MLP")
-"""Operators whose bias Megatron returns separately and adds together with the residual."""
+"""Operators whose bias Megatron returns separately and adds later, together with the residual."""
 _INPUTS = {
     "self_attention.linear_q_up_proj": ("query latents",),
     "self_attention.core_attention": ("query", "key"),
     "self_attention.linear_proj": ("attention",),
 }
-"""Module of a layer -> operators whose outputs are its first inputs."""
+"""{module of a layer: operators whose outputs are the module's first inputs}."""
 Note = Callable[[Place, Tensor], None]
-"""Function that receives the output of an operator."""
+"""Function that receives the place and the output of an operator."""
 
 
 @contextmanager
 def watched(chunks: Sequence[GPTModel], note: Note) -> Iterator[None]:
-    """Call `note` with the output of each operator of this process, in Megatron's shapes, in each pass inside the block."""
+    """Within the block, call `note` with the output of each operator on this process, in Megatron's shapes."""
     with ExitStack() as stack:
 
         def output(module: nn.Module | None, place: Place) -> None:
@@ -84,7 +87,7 @@ def watched(chunks: Sequence[GPTModel], note: Note) -> Iterator[None]:
 
 
 class TrainerRecorder:
-    """Scores sequences with a trainer, and records the outputs of its operators."""
+    """Computes log-probs of sequences with a trainer, and records the outputs of the trainer's operators."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -92,7 +95,7 @@ class TrainerRecorder:
         self._heads: int = config.num_attention_heads
         self._groups: int = config.num_query_groups or config.num_attention_heads
         self._replicated: dict[str, int | None] = {}
-        """Operators whose columns every tensor-parallel rank holds completely -> number of columns."""
+        """{operator whose output every tensor-parallel rank holds completely: number of its columns}."""
         if config.multi_latent_attention:
             latent, whole = config.kv_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim
             self._replicated = {"query latents": config.q_lora_rank, "latent projection": whole, "latent norm": latent}
@@ -102,14 +105,15 @@ class TrainerRecorder:
     def together(
         self, samples: Sequence[Trajectory], support: SamplingSupport, *, operators: bool = True
     ) -> dict[int, Recorded]:
-        """Record all samples, packed as in a training step. Rank 0 returns the result, other ranks {}. Collective.
+        """Record all samples, packed as in a training step. Rank 0 returns the result, other ranks return {}. Collective.
 
-        support: support of the log-probs. operators: record outputs of operators too. Log-probs cover the response only.
+        support: sampling support of the log-probs. operators: record outputs of operators too. Log-probs cover the response
+        only.
         """
         return self._score(samples, range(len(samples)), support, operators)
 
     def alone(self, samples: Sequence[Trajectory], support: SamplingSupport) -> dict[int, Recorded]:
-        """Record each sample in its own micro-batch. Otherwise as `together`."""
+        """Record each sample in its own micro-batch. Everything else is the same as in `together`."""
         found, step = {}, self.trainer.ranks.data_size
         for start in range(0, len(samples), step):
             found |= self._score(samples, range(start, min(start + step, len(samples))), support, True)
@@ -147,7 +151,7 @@ class TrainerRecorder:
         return self._gather(samples, found)
 
     def _whole(self, operator: str, value: Tensor, tokens: int) -> Tensor:
-        """Gather [T, n] on the CPU from this rank's share of the rows or of the columns. tokens: T."""
+        """Gather the output [T, n] of an operator on the CPU from this rank's rows or columns. tokens: T."""
         value = value.reshape(len(value), -1)
         group = process_group(parallel_state.get_tensor_model_parallel_group())
         whole = len(value) == tokens and value.shape[1] == self._replicated.get(operator)

@@ -1,7 +1,7 @@
-"""Bytes that the passes of a micro-batch need on one GPU: activations, and temporaries of a layer and of the head.
+"""Bytes that a micro-batch needs on one GPU: activations, and temporaries of a layer and of the head.
 
-The numbers are counted from the tensors that the code keeps (`tests/trainer/test_memory_plan.py` measures them).
-IMBALANCE is an assumption.
+The formulas count the tensors that the code keeps (`tests/trainer/test_memory_plan.py` measures them). IMBALANCE is an
+assumption.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.shape import Shape, stage_layers
 
 IMBALANCE = 1.5
-"""Tokens of the busiest expert-parallel rank in a layer, relative to the mean: an assumption."""
+"""Number of tokens of a layer's busiest expert-parallel rank, relative to the mean: an assumption."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Differences between kernels in the tensors that they keep for the backward pass."""
+    """Properties of kernels that determine which tensors are kept for the backward pass."""
 
     norm: int = 1
-    """Number of tensors of its input's size that a norm keeps; torch's own norm on a CPU keeps its normalized input
-    too."""
+    """Number of tensors of its input's size that a norm keeps. torch's norm on a CPU also keeps its normalized input."""
     fused_swiglu: bool = True
-    """True if the activation of dense MLPs and shared experts keeps only its input."""
+    """True if the fused activation of dense MLPs and shared experts keeps only its input."""
     clamped_experts: int = 5
-    """Number of tensors of the inner size that experts with gpt-oss's activation keep per token. 5: both halves before
-    and after the clamp (Megatron clamps before its fused activation), and the activation. 3: this package's CPU kernel,
-    which clamps again."""
+    """Number of tensors of the inner size that experts with gpt-oss's activation keep per token. 5: both halves before and
+    after the clamp (Megatron clamps before its fused activation), and the activation. 3: this package's CPU kernel, which
+    recomputes the clamp."""
     transformer_engine: bool = True
     head_adds: bool = True
-    """True if the head's bf16 products add to the fp32 sum of the weight's gradient, and one pass scales and rounds the
-    sum."""
+    """True if the head's bf16 matrix multiplications accumulate directly into the fp32 sum of the weight's gradient, and one
+    pass scales and rounds the sum."""
 
 
 GPU = Kernels()
@@ -50,7 +49,7 @@ def stage_activations(
     micro_batches: int = 1,
     kernels: Kernels = GPU,
 ) -> int:
-    """Return the bytes that the forward passes in flight keep for their backward passes, without the head.
+    """Return the bytes that a stage keeps for backward passes, for all micro-batches in flight, without the head.
 
     recompute: model.recompute; train: precision.train. tokens: tokens of a micro-batch on one rank.
     """
@@ -80,7 +79,7 @@ def layer_activations(
 ) -> int:
     """Return the bytes that one layer keeps for the backward pass of one micro-batch, without full recomputation.
 
-    width: bytes of a number.
+    width: bytes per element.
     """
     stored = _attention_activations(recompute, parallel, shape, tokens, width, kernels)
     own = tokens // parallel.tensor  # sequence parallelism
@@ -134,7 +133,10 @@ def layer_work(
     tokens: int,
     kernels: Kernels,
 ) -> dict[str, int]:
-    """Return the temporaries of one layer's backward pass: recomputed tensors, gradients, and copies of tokens for experts."""
+    """Return the bytes of temporaries in one layer's backward pass.
+
+    Temporaries are recomputed tensors, gradients, and copies of tokens for experts.
+    """
     width, full = TRAIN[train].width, recompute == "full"
     own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
     imbalance = IMBALANCE if parallel.expert > 1 else 1.0
@@ -164,10 +166,10 @@ def layer_work(
 def head_work(
     chunk_tokens: int, tensor: int, precision: PrecisionConfig, shape: Shape, tokens: int, kernels: Kernels
 ) -> dict[str, int]:
-    """Return the bytes of the logits of one chunk of tokens, and of the gradient sums over all chunks.
+    """Return the bytes of the logits of one chunk of tokens, and of the head's gradient sums over all chunks.
 
-    There are two sums, one for the head's weight (fp32) and one for the hidden states. chunk_tokens:
-    model.head_chunk_tokens; tensor: parallel.tensor.
+    There are two sums, one for the head's weight (fp32) and one for the hidden states. chunk_tokens: model.head_chunk_tokens;
+    tensor: parallel.tensor.
     """
     width = TRAIN[precision.train].width
     rows = shape.padded_vocab(tensor) // tensor

@@ -20,7 +20,7 @@ from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 def routers(
     model: ModelConfig, lora: LoRAConfig, routing: RoutingConfig, hf_config: PreTrainedConfig, kind: Kind
 ) -> Iterator[Refusal]:
-    """Refuse keys for routers that have no effect on this model, or must not be set for this kind of run."""
+    """Refuse router settings that have no effect on this model, or that this kind of run must not set."""
     name = architecture(hf_config)
     yield Refusal(
         kind == "train" and routing.source != "none" and not expert_count(hf_config),
@@ -59,7 +59,7 @@ def teacher_folder(
     kind: Kind,
     world_size: int,
 ) -> Iterator[Refusal]:
-    """Refuse a teacher that the model cannot learn from."""
+    """Refuse a teacher from which the model cannot be distilled."""
     if distillation.teacher is None:
         return
     check_folder(distillation.teacher, "config: distillation.teacher")

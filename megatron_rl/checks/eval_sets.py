@@ -1,4 +1,4 @@
-"""The evaluation sets of a run: held-out prompts of the section data, and the sets of eval.sets."""
+"""The evaluation sets of a run: held-out prompts of the config section `data`, and the sets of eval.sets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.tasks import Prompt, Task, build_task, fitting
 
 EVALUATED: tuple[Kind, ...] = ("train", "sft", "score", "sample")
-"""Kinds of runs that evaluate several sets; other kinds use only the held-out prompts of the section data."""
+"""Kinds of runs that evaluate several sets. Other kinds use only the held-out prompts of the config section `data`."""
 OVERRIDES = ("verifier", "prompt_key", "answer_key", "response_key", "template", "chat", "rewards")
-"""Keys of a set that override those of the section data."""
+"""Keys of an evaluation set that override the same keys of the config section `data`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EvalSet:
     """Held-out prompts that are evaluated together."""
 
     name: str
-    """Name of the set; empty for the held-out prompts of the section data."""
+    """Name of the set; empty for the held-out prompts of the config section `data`."""
     program: SingleTurn
     """Rollout program with the set's own task."""
     held_out: Sequence[Prompt]
@@ -36,10 +36,10 @@ class EvalSet:
     samples: int
     greedy: bool
     template: str
-    """Text around each prompt (data.template)."""
+    """Text into which each prompt is inserted (data.template)."""
 
     def named(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Rename scores eval/... to the set's own names, eval/NAME/..."""
+        """Rename scores from eval/KEY to eval/NAME/KEY, where NAME is the name of the set."""
         room = f"eval/{self.name}/" if self.name else "eval/"
         return {room + name.removeprefix("eval/"): value for name, value in scores.items()}
 
@@ -52,9 +52,9 @@ def eval_sets(
     kind: Kind,
     program: SingleTurn,
 ) -> list[EvalSet]:
-    """Return the evaluation sets of a run of this kind; the set of the section data comes first. program: the run's.
+    """Return the evaluation sets for this kind of run. The set of the config section `data` comes first.
 
-    Errors: UserError that names the set.
+    program: rollout program of the run. Errors: UserError that names the set.
     """
     sets = settings.sets if kind in EVALUATED else {}
     later = [] if kind in OFFLINE else names_of(rewards)
@@ -69,7 +69,7 @@ def eval_sets(
 
 
 def overall(scores: Mapping[str, float], metric: str, sets: Sequence[EvalSet]) -> dict[str, float]:
-    """Return the metric eval/... over all sets, if the scores lack it: the mean over the named sets that have the metric."""
+    """Return {metric: its mean over the named sets that have it}; empty if the scores contain the metric, or no set has it."""
     names = [next(iter(one.named({metric: 0.0}))) for one in sets if one.name]
     found = [value for name in names if (value := scores.get(name)) is not None]
     return {} if metric in scores or not found else {metric: float(np.mean(found))}
@@ -111,7 +111,7 @@ def _made(
     kind: Kind,
     program: SingleTurn,
 ) -> EvalSet:
-    """Build one set. later: reward parts that are scored after the rollout."""
+    """Build one evaluation set. later: names of reward parts that are scored after the rollout."""
     mine = data_of(own, data)
     form = program if mine == data else program.with_task(_task(own, mine, later, kind, program))
     held_out = form.task.prompts("eval")[: own.prompts or settings.prompts]
@@ -135,7 +135,7 @@ def _task(own: EvalSetConfig, data: DataConfig, later: list[str], kind: Kind, pr
 
 
 def data_of(settings: EvalSetConfig, data: DataConfig) -> DataConfig:
-    """Return the section data with the overrides of a set."""
+    """Return the config section `data` with the overrides of an evaluation set."""
     same = settings.task in (None, data.task)
     base = data if same else DataConfig(task=settings.task or "", seed=data.seed)
     given = {key: value for key in OVERRIDES if (value := getattr(settings, key)) is not None}

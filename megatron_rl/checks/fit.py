@@ -1,4 +1,7 @@
-"""`megatron-rl plan`: whether a run fits into memory, its use by kind, and remedies. Also refuses runs that cannot fit."""
+"""`megatron-rl plan` prints whether a run fits into memory, how the memory is used, and remedies.
+
+`check_fits` refuses runs that cannot fit.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ MEANING = {
     "optimizer_step": "temporaries of the optimizer's update",
     "transform": "temporaries of VP2O's transform",
 }
-"""Kind of memory on a GPU -> its meaning."""
+"""{kind of memory on a GPU: its meaning}."""
 
 
 def plan_command(config: Config, gpus: int, memory_gb: float, *, run: Kind = "train", as_json: bool = False) -> None:
@@ -67,10 +70,10 @@ def as_dict(
 ) -> dict[str, Any]:
     """Return the fields that `--json` prints; all sizes are in bytes.
 
-    micro_batches: of an update on a data-parallel rank. pipeline_bubble: share of its passes in which a stage waits.
-    per_gpu: memory of the pipeline stage that needs most; its total is the resident memory plus the largest of
-    `phases`, which follow one another and share memory. fits: whether training fits. server: one GPU of a server of
-    rollout.server with that much memory.
+    micro_batches: largest number of micro-batches of an update on a data-parallel rank. pipeline_bubble: share of the time in
+    an update's passes in which a pipeline stage waits. per_gpu: memory of the pipeline stage that needs most. Its total is the
+    resident memory plus the largest of `phases`, which follow one another and share memory. fits: True if training fits.
+    server: one GPU of a server of rollout.server with that much memory.
     """
     usage, shape = found.usage, Shape.from_config(hf_config)
     helps = remedies(config, hf_config, found, usage.largest, run=run)
@@ -103,10 +106,10 @@ def as_dict(
 
 
 def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: int, run: Kind = "train") -> None:
-    """Refuse a run whose weights, gradients, optimizer and other exactly known bytes exceed a GPU's `memory` bytes.
+    """Refuse a run whose exactly known memory (weights, gradients, optimizer and others) exceeds `memory` bytes per GPU.
 
-    A run gets a warning if it may not fit when all responses have the largest possible length, under the assumptions
-    of `memory_plan.py`. Errors: UserError.
+    A run gets a warning if it may not fit when all responses have the largest possible length. This estimate uses the
+    assumptions of `memory_plan.py`. Errors: UserError.
     """
     found = estimate(config, hf_config, gpus, run=run)
     usage, here = found.usage, f"each GPU has {memory / GB:.1f} GB"
@@ -190,16 +193,16 @@ class Remedy:
     """A change of one key, and its effect on the total."""
 
     key: str
-    """Config key, or 'gpus'."""
+    """Config key to change, or 'gpus'."""
     value: Any
     saves: int
-    """Bytes by which the total falls."""
+    """Number of bytes by which the total memory falls."""
     saves_of_kind: int
-    """Bytes by which the requested kind of memory falls."""
+    """Number of bytes by which the requested kind of memory falls."""
 
 
 def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -> list[tuple[str, Any]]:
-    """Return changes that save optimizer or gradient memory and that the rest of the config allows (key_rules.MEMORY)."""
+    """Return (key, value) changes that save optimizer or gradient memory and that key_rules.MEMORY allows in this config."""
     if TRAIN[train].width == 4:
         return []
     offload = sharded and vp2o.trust_region is None
@@ -210,7 +213,10 @@ def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -
 def remedies(
     config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str, *, run: Kind = "train"
 ) -> list[Remedy]:
-    """Return changes of one key that lower the total, the best for `kind` first, without sizes that do not divide."""
+    """Return changes of one key that lower the total memory; the change that saves most of `kind` comes first.
+
+    Changes that lead to sizes that do not divide are left out.
+    """
     parallel, found = config.parallel, []
     tries = [
         ("model.recompute", "full"),

@@ -1,4 +1,4 @@
-"""Rules for settings with which `precision.identical` cannot keep results equal to the last bit."""
+"""Rules that refuse settings with which `precision.identical` cannot keep results equal to the last bit."""
 
 from __future__ import annotations
 

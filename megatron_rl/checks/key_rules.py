@@ -1,6 +1,6 @@
 """Rules of config keys for all commands: sizes, data, evaluation, memory, adapters. Does not import torch.
 
-The rules for reinforcement learning alone are in `rl_rules`.
+Rules that apply only to reinforcement learning are in `rl_rules`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.config.plan import OFFLINE
 from megatron_rl.servers.flags import asks_routes, speculates
 
 PRECISION_AWARE_TE = Version("2.1")
-"""First release of Transformer Engine whose Adam keeps only those bits of the fp32 weights that the bf16 weights lack."""
+"""First release of Transformer Engine whose Adam stores, of each fp32 weight, only the bits that the bf16 weight lacks."""
 
 
 def _teaching(when: Callable[..., object], message: str | Callable[..., str]) -> Rule:
@@ -95,7 +95,7 @@ FLAGS = (
         also=lambda rollout: not rollout.external,
     ),
 )
-"""Rules for flags of SGLang."""
+"""Rules for SGLang's flags (rollout.extra_args)."""
 NO_PUSH = (
     Rule(
         lambda precision: precision.rollout == "fp8",
@@ -315,7 +315,7 @@ DEMONSTRATIONS = (
         " tokens; lower it",
     ),
 )
-"""Rules of `megatron-rl rollout` for writing demonstrations."""
+"""Rules for `megatron-rl rollout` when it writes demonstrations."""
 ADAPTERS = (
     _adapted(
         lambda model: model.freeze,
@@ -433,5 +433,4 @@ MEMORY = (
 )
 """Rules for settings that save optimizer or gradient memory but cannot work with other keys, or on this machine.
 
-The machine is None if it is not known yet.
-"""
+The external fact `machine` is None if the machine is not known yet."""

@@ -1,4 +1,4 @@
-"""Checks of adapters: layers that do not exist, and layers that Megatron-Bridge, PEFT or SGLang does not support."""
+"""Checks of adapters: refuses layers that do not exist, or that Megatron-Bridge, PEFT or SGLang does not support."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Memory of a run by arithmetic: bytes on one GPU by kind, host memory of a checkpoint, and size of a weight push.
+"""Memory of a run by arithmetic: bytes on one GPU by kind, host memory of a checkpoint, and size of a weight sync.
 
-Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from the tensors
-that the code keeps for the backward pass: activations and logits (`activations.py`). Upper bounds: temporaries of a
-layer, and everything that grows with the tokens of a step, because every response may be as long as
-rollout.context_length allows. Assumed: RESERVE, ASLEEP and IMBALANCE.
+Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from the tensors that the code
+keeps for the backward pass: activations and logits (`activations.py`). Upper bounds: temporaries of a layer, and everything
+that grows with the tokens of a step, because every response may be as long as rollout.context_length allows. Assumed: RESERVE,
+ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from megatron_rl.sync.transports import transport_class
 
 GB = 10**9
 RESERVE = 3 * GB
-"""CUDA context, NCCL buffers, workspaces of cuBLAS and attention, fragmentation of the allocator: an assumption."""
+"""Bytes for the CUDA context, NCCL buffers, workspaces of cuBLAS and attention, and fragmentation: an assumption."""
 ASLEEP = 2 * GB
 """Bytes that a sleeping colocated server keeps, namely its CUDA context and graphs: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
-"""Sequences per prompt in one update, for kinds that learn from data; comparisons count as pairs."""
+"""Number of sequences per prompt in one update, for kinds of runs that train on data. Comparisons count as pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
-"""Number of GPUs of a node."""
+"""Number of GPUs in a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
-"""Buffers of VP2O's transform, its solution included, each of the size of a layer's output projections in fp32."""
+"""Number of buffers of VP2O's transform (with its solution), each of the size of a layer's output projections in fp32."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,19 @@ class Usage:
 
     stage: int
     resident: dict[str, int]
-    """Bytes by kind that are held to the end, from the start or from the first step."""
+    """Bytes by kind of memory that is held until the end of the run, from the start or from the first step."""
     phases: dict[str, dict[str, int]]
-    """Temporaries by phase of a step and by kind. Phases follow one another, so only the largest phase counts."""
+    """Bytes of temporaries: {phase of a step: {kind of memory: bytes}}. Only the largest phase counts, because phases follow
+    one another."""
 
     @property
     def total(self) -> int:
-        """Bytes in the largest phase."""
+        """Bytes in use during the largest phase: resident memory and the phase's temporaries."""
         return sum(self.resident.values()) + max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
     def kinds(self) -> dict[str, int]:
-        """All kinds, temporaries included. Their sum exceeds the total, because phases share memory."""
+        """Bytes by kind, temporaries of all phases included. Their sum exceeds the total, because phases share memory."""
         merged = dict(self.resident)
         for kinds in self.phases.values():
             merged |= kinds
@@ -99,18 +100,18 @@ class Usage:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Kinds that make up the total: the resident kinds and those of the largest phase."""
+        """Bytes by kind during the largest phase: resident memory and the phase's temporaries."""
         largest = max(self.phases.values(), key=lambda kinds: sum(kinds.values()))
         return {kind: size for kind, size in {**self.resident, **largest}.items() if size}
 
     @property
     def largest(self) -> str:
-        """Kind with the largest share of the total."""
+        """Kind of memory with the largest share of the total, without the reserve."""
         return max((size, kind) for kind, size in self.peak.items() if kind != "reserve")[1]
 
     @property
     def least(self) -> int:
-        """Bytes that every step needs, whatever its tokens: exact."""
+        """Bytes that every step needs, independent of its tokens: exact."""
         return sum(self.resident[kind] for kind in EXACT)
 
 
@@ -121,15 +122,15 @@ class Estimate:
     gpus: int
     counts: Counts
     usage: Usage
-    """Use of the pipeline stage that needs most."""
+    """Memory use of the pipeline stage that needs most."""
     save: dict[str, int]
     push: dict[str, int]
     host: int
-    """Bytes of the optimizer in host memory, per process."""
+    """Bytes of optimizer state in host memory, per process."""
     micro_batches: int
     """Largest number of micro-batches of an update on a data-parallel rank, with all responses at their largest length."""
     bubble: float
-    """Idle share of a pipeline stage with that many micro-batches; it is larger with fewer."""
+    """Share of time in which a pipeline stage waits, with that many micro-batches. It is larger with fewer micro-batches."""
 
     def fits(self, memory: int) -> bool:
         """Return whether the run fits into `memory` bytes on each GPU."""
@@ -139,7 +140,7 @@ class Estimate:
 def estimate(
     config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Kernels = GPU, *, run: Kind = "train"
 ) -> Estimate:
-    """Estimate training with this config on `gpus` trainer GPUs. Errors: UserError for sizes that do not divide."""
+    """Estimate the memory of training with this config on `gpus` GPUs. Errors: UserError for sizes that do not divide."""
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one GPU")
     check_parallel(hf_config, config.parallel, gpus)
@@ -170,7 +171,7 @@ def estimate(
 def stage_usage(
     config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU, run: Kind = "train"
 ) -> Usage:
-    """Return the memory use of a GPU of one pipeline stage."""
+    """Return the memory use on a GPU of pipeline stage `stage`."""
     built_in = kernels.transformer_engine
     weights = rank_weights(shape, config.parallel, stage, transformer_engine=built_in, lora=config.lora)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
@@ -181,7 +182,7 @@ def stage_usage(
     teacher = _teacher_bytes(config.distillation, parallel, precision.train, stage, tokens, kernels)
 
     def with_head(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
-        """Return the weights of a model with a value head, which gives one number per token."""
+        """Return the weights of a model with a value head, which outputs one number per token."""
         same = not folder or folder == config.model.path
         head = {"value_head": True}
         own = replace(shape, tied=False, **head) if same else Shape.from_config(read_hf_config(folder or ""), **head)
@@ -237,10 +238,10 @@ def parameter_bytes(
 ) -> dict[str, int]:
     """Return the bytes of the weights, gradients and optimizer state that one rank holds.
 
-    trained: see `trained_weights`.
+    trained: weights that are trained (see `trained_weights`).
 
-    A parameter takes 2 + 4 + 12 bytes in bf16 (the last part is shared by the data-parallel ranks), and 4 + 4 + 8 in
-    fp32. The padding of Megatron's buffers (below 256 bytes per tensor) is left out.
+    A parameter takes 2 + 4 + 12 bytes in bf16 and 4 + 4 + 8 in fp32 (weight + gradient + optimizer state). The data-parallel
+    ranks share the optimizer state. The padding of Megatron's buffers (below 256 bytes per tensor) is left out.
     """
     recipe = TRAIN[precision.train]
     width = recipe.width
@@ -255,7 +256,7 @@ def parameter_bytes(
 
 
 def trained_weights(lora: LoRAConfig, freeze: list[str], weights: list[Weight]) -> list[Weight]:
-    """Return the weights that have gradients and optimizer state. freeze: model.freeze."""
+    """Return the weights that have gradients and optimizer state. freeze: patterns of frozen weights (model.freeze)."""
     if lora.rank:
         return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
     # Names here have * for the expert's number, which a pattern for single experts does not match.
@@ -263,14 +264,14 @@ def trained_weights(lora: LoRAConfig, freeze: list[str], weights: list[Weight]) 
 
 
 def _mask_bytes(weights: list[Weight]) -> int:
-    """Return the bytes of the masks of model.keep_zeros: one byte per number of all matrices, an upper bound."""
+    """Return the bytes of the masks of model.keep_zeros: one byte per element of all matrices, an upper bound."""
     return sum(w.size for w in weights if w.is_matrix)
 
 
 def _reference_bytes(folder: str | None, path: str, lora: LoRAConfig, train: str, weights: list[Weight]) -> int:
-    """Return the bytes of the frozen reference in the model's layout. With adapters the model itself is the reference.
+    """Return the bytes of the frozen reference. With adapters, the model itself is the reference.
 
-    path: folder of the model.
+    The reference has the model's parallel layout. path: folder of the model.
     """
     own = lora.rank > 0 and Path(folder or "").resolve() == Path(path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
@@ -278,10 +279,10 @@ def _reference_bytes(folder: str | None, path: str, lora: LoRAConfig, train: str
 
 
 def optimizer_width(opt: OptimizerConfig, train: str) -> float:
-    """Return the bytes of the optimizer state on the GPU per parameter, without the share on the host.
+    """Return the bytes of optimizer state on the GPU per parameter. The share in host memory is left out.
 
-    The state has the moments and, if the trained weights are narrower, fp32 weights or the 16 bits that the trained
-    weights lack (optimizer.precision_aware). train: precision.train.
+    The state consists of the moments and, if the trained weights are narrower than fp32, of fp32 weights or of the 16 bits that
+    the trained weights lack (optimizer.precision_aware). train: precision.train.
     """
     if TRAIN[train].width == 4:
         return 4 * _moments(opt)
@@ -291,26 +292,26 @@ def optimizer_width(opt: OptimizerConfig, train: str) -> float:
 
 
 def _moments(opt: OptimizerConfig) -> int:
-    """Return how many numbers the optimizer keeps per parameter."""
+    """Return the number of moments that the optimizer keeps per parameter."""
     return len(OPTIMIZERS[opt.name].states(opt))
 
 
 def _master_width(opt: OptimizerConfig) -> int:
-    """Return the bytes of a parameter and its moments in fp32."""
+    """Return the bytes of a parameter's fp32 weight and moments."""
     return 4 * (1 + _moments(opt))
 
 
 def host_bytes(opt: OptimizerConfig, parallel: ParallelConfig, trained: list[list[Weight]], gpus: int) -> int:
-    """Return the host memory of the largest process: its share of fp32 weights, moments and gradients in optimizer.cpu_offload.
+    """Return the largest process's bytes of optimizer data in host memory (optimizer.cpu_offload).
 
-    trained: the trained weights of each pipeline stage.
+    The data are its share of fp32 weights, moments and gradients. trained: the trained weights of each pipeline stage.
     """
     width = _master_width(opt) + 4  # plus the gradients
     return int(width * opt.cpu_offload * max(sharded(parallel, weights, gpus) for weights in trained))
 
 
 def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
-    """Return the number of parameters whose optimizer state one rank holds. Fewer ranks share those of experts."""
+    """Return the number of parameters whose optimizer state one rank holds. Fewer ranks share the state of experts."""
     experts, dense = count(weights, "experts"), sum(w.size for w in weights if w.part != "experts")
     if not parallel.distributed_optimizer:
         return experts + dense
@@ -321,7 +322,7 @@ def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """Tokens of one context-parallel rank, before sequence parallelism splits them."""
+    """Number of tokens on one context-parallel rank, before sequence parallelism splits them."""
 
     responses: int
     """Number of responses of the whole step."""
@@ -355,9 +356,9 @@ def _batch_bytes(
     scores: bool,
     referenced: bool,
 ) -> dict[str, int]:
-    """Return the bytes that all micro-batches of a step hold on the GPU until its last update.
+    """Return the bytes that the micro-batches of a step hold on the GPU until the step's last update.
 
-    scores: there is a pass for old log-probs; referenced: there is also a pass of a reference.
+    scores: True if a pass computes old log-probs. referenced: True if a pass of a reference model follows.
     """
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
     per_token += 4 * (scores + referenced)
@@ -397,7 +398,7 @@ def _teacher_bytes(
     tokens: _StepTokens,
     kernels: Kernels,
 ) -> int:
-    """Return the bytes of a teacher and of its outputs for a step, on a rank of a stage."""
+    """Return the bytes of a teacher and of its outputs for a step, on a rank of a pipeline stage."""
     if distillation.teacher is None:
         return 0
     width, other = TRAIN[train].width, Shape.from_config(read_hf_config(distillation.teacher))
@@ -409,7 +410,7 @@ def _teacher_bytes(
 
 
 def _predictor_bytes(routing: RoutingConfig, shape: Shape, moe_layers: list[int]) -> int:
-    """Return the bytes of the predictors' weights, gradients and Adam's two moments: fp32, whole on every rank."""
+    """Return the bytes of the predictors' weights, gradients and two Adam moments: in fp32, unsharded on every rank."""
     return 16 * shape.experts * shape.hidden * len(moe_layers) if routing.source in PREDICTING else 0
 
 
@@ -426,9 +427,9 @@ def _vp2o_bytes(vp2o: VP2OConfig, train: str, shape: Shape, moe_layers: list[int
 
 
 def _push_buffers(sync: SyncConfig, rollout: str, shape: Shape) -> int:
-    """Return the bytes of rank 0's two buffers for a push.
+    """Return the bytes of rank 0's two buffers for a weight sync.
 
-    Each has the size of a bucket, or of the largest tensor if that is larger.
+    Each buffer has the size of a bucket, or of the largest tensor if that is larger.
     """
     if not transport_class(sync.transport).buffers_on_gpu:
         return 0
@@ -449,7 +450,10 @@ def _phases(
     step_work: int,
     kernels: Kernels,
 ) -> dict[str, dict[str, int]]:
-    """Return the temporaries of the phases of a step on a pipeline stage. step_work: temporaries of the optimizer's update."""
+    """Return {phase of a step: {kind of memory: bytes of temporaries}} on a pipeline stage.
+
+    step_work: bytes of the temporaries of the optimizer's update.
+    """
     recompute, train, size = model.recompute, precision.train, tokens.micro_batch
     activations = stage_activations(recompute, parallel, train, shape, stage, size, tokens.micro_batches, kernels)
     work = layer_work(recompute, parallel, train, shape, stage_layers(shape, parallel, stage), size, kernels)
@@ -461,7 +465,10 @@ def _phases(
 
 
 def _step_work(opt: OptimizerConfig, parallel: ParallelConfig, gradients: str, trained: list[Weight], gpus: int) -> int:
-    """Return the temporaries of the optimizer's update: its share of bf16 gradients in fp32, unless it reads bf16 gradients."""
+    """Return the bytes of the optimizer update's temporaries.
+
+    They are this rank's share of bf16 gradients, converted to fp32; none if the optimizer reads bf16 gradients.
+    """
     as_they_are = opt.precision_aware or opt.cpu_offload
     return 0 if gradients == "fp32" or as_they_are else 4 * sharded(parallel, trained, gpus)
 
@@ -484,11 +491,10 @@ def save_cost(
     trained: list[list[Weight]],
     gpus: int,
 ) -> dict[str, int]:
-    """Return the host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments.
+    """Return a checkpoint's bytes in host memory and on disk. It contains weights, fp32 weights and both moments.
 
-    Ranks share the writing, and each rank copies from its GPU what it writes. The part of the optimizer that
-    optimizer.cpu_offload keeps on the host is written from there. train: precision.train; trained: the trained
-    weights of each pipeline stage.
+    Ranks share the writing, and each rank copies from its GPU what it writes. The optimizer state that optimizer.cpu_offload
+    keeps in host memory is written from there. train: precision.train; trained: the trained weights of each pipeline stage.
     """
     width, master = TRAIN[train].width, _master_width(opt)
     shared = replace(parallel, distributed_optimizer=True)
@@ -505,7 +511,10 @@ def save_cost(
 
 
 def push_cost(bucket_mb: float, rollout: str, shape: Shape) -> dict[str, int]:
-    """Return the bytes of all weights in SGLang's format, and the number of buckets that they fill in the order of layers."""
+    """Return the bytes of all weights in SGLang's format, and the number of buckets that a weight sync needs for them.
+
+    The buckets are filled in the order of layers.
+    """
     width, fp8 = WIDTHS[ROLLOUT_DTYPES[rollout]], rollout == "fp8"
     capacity = int(bucket_mb * 2**20)
     total, buckets, used = 0, 0, capacity
@@ -526,8 +535,8 @@ def server_use(
 ) -> dict[str, int | bool]:
     """Return the bytes on one GPU of a server that the trainer starts: its weights, its share of the memory, and its cache.
 
-    dtype: precision.rollout. weights: bytes of the trainer's weights on a GPU, which are also in memory during a push
-    to a colocated server.
+    dtype: precision.rollout. weights: bytes of the trainer's weights on a GPU, which are also in memory during a weight sync to
+    a colocated server.
     """
     served = push_cost(sync.bucket_mb, dtype, shape)["bytes"] // rollout.server.tensor
     share = int(rollout.server.memory_fraction * memory)

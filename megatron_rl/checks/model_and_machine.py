@@ -58,11 +58,9 @@ from megatron_rl.trainer.objective import policy_loss
 
 
 def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfig:
-    """Check the model folders and the abilities of this machine, after `preflight.check_config`.
+    """Check the model folders and the abilities of this machine. Return the model's config.json.
 
-    Returns the model's config.json.
-
-    Errors: UserError that names the key or the file.
+    `preflight.check_config` has to run before. Errors: UserError that names the key or the file.
     """
     hf_config, machine = read_hf_config(config.model.path), this_machine()
     facts = {"kind": kind, "world_size": world_size, "hf_config": hf_config, "machine": machine}
@@ -108,7 +106,7 @@ def _outside(
     rewards: RewardsConfig,
     hooks: list[str],
 ) -> None:
-    """Check programs, hooks and API keys that the user defines outside of the config."""
+    """Check the user's own programs, hooks and API keys, which are defined outside of the config."""
     rollout_program(rollout.program)
     if kind != "train":
         return
@@ -142,7 +140,7 @@ def _extra_args(
 
 
 def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Iterator[Refusal]:
-    """Refuse GPUs that do not exist, or that cannot read each other's memory although they must."""
+    """Refuse GPUs that do not exist, or GPUs that must read each other's memory but cannot."""
     if rollout.load or rollout.external:
         return
     found = place_here(rollout, trains=kind == "train")
@@ -157,7 +155,7 @@ def places(kind: Kind, rollout: RolloutConfig, sync: SyncConfig) -> Iterator[Ref
 
 
 def _policy(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Iterator[Refusal]:
-    """Refuse a user's function that does not exist, and a loss without the ratio that correction.bypass needs."""
+    """Refuse a user's function that does not exist, or a loss that has no ratio although correction.bypass needs one."""
     if algorithm.advantage not in OF_TOKENS:
         estimator(algorithm)
     loss = policy_loss(algorithm)
@@ -198,7 +196,7 @@ def _experts(vp2o: VP2OConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
 def _weights(
     model: ModelConfig, vp2o: VP2OConfig, parallel: ParallelConfig, hf_config: PreTrainedConfig, kind: Kind
 ) -> Iterator[Refusal]:
-    """Refuse frozen or ignored weights that do not exist, or that must not be frozen."""
+    """Refuse frozen or ignored weights that do not exist, or frozen weights that must be trained."""
     shape = Shape.from_config(hf_config)
     if model.freeze:
         moves = vp2o.enabled and kind == "train"
@@ -226,7 +224,7 @@ PACKAGES = (
         "model.moe_dispatcher = flex needs the package deep_ep; use alltoall, or install it",
     ),
 )
-"""Rules for parts of Megatron whose package is missing, with which the first forward pass would fail."""
+"""Rules that refuse features of Megatron whose package is missing. Otherwise the first forward pass would fail."""
 
 
 def _kernels(
@@ -302,4 +300,4 @@ RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (LEARNING, MEMORY),
     (("train",), (_shared_memory,)),
 )
-"""Kinds of runs, and the checks of their models and of this machine, in the order of the checks."""
+"""(kinds of runs, checks of their models and of this machine), in the order in which the checks run."""

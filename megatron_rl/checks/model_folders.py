@@ -1,4 +1,4 @@
-"""Config keys that name models, and the folders of these models: Hub ids become folders before anything reads them.
+"""Config keys that name models, and the models' folders. Hub ids are replaced by folders before anything reads a model.
 
 A run's config.yaml stores ids with the commit that they resolved to; a resumed run uses the same commit.
 """
@@ -22,15 +22,15 @@ from megatron_rl.data.hub import CONFIG, MODEL, TEXTS, as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
 
 Reader = Kind | Literal["attribution", "server"]
-"""Reader of models: a run of some kind, the attribution of a mismatch, or a server alone."""
+"""User of a config: a run of some kind, the attribution of a mismatch, or a server alone. It determines the models to load."""
 Place = tuple[str | int, ...]
-"""Path of a value in the config: names of fields, keys of a dict, positions in a list."""
+"""Path of a value in the config: names of fields, keys of a dict, indices of a list."""
 MODEL_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model", "--tokenizer-path")
 """Flags of SGLang whose value is a model folder."""
 
 
 def model_places(config: Config) -> dict[Place, str]:
-    """Return all places in the config that name a model, with their values."""
+    """Return {path in the config: model name} for all values of the config that name a model."""
     scorers = {("rewards", "models", name, "path"): model.path for name, model in config.rewards.models.items()}
     extra = config.rollout.server.extra_args
     flags = {
@@ -52,7 +52,7 @@ def model_places(config: Config) -> dict[Place, str]:
 
 
 def read_places(config: Config, reader: Reader) -> dict[Place, str]:
-    """Return the part of `model_places` that a reader uses."""
+    """Return the entries of `model_places` that a reader uses."""
     reads = {
         "model": True,
         "lora": reader in ("train", "sft", "reward", "dpo", "attribution", "server"),
@@ -67,9 +67,10 @@ def read_places(config: Config, reader: Reader) -> dict[Place, str]:
 
 
 def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) -> Config:
-    """Return the config with each id that is read replaced by a folder.
+    """Return the config in which folders replace the Hub ids of all models that `reader` uses.
 
-    config_alone: config.json is enough, for plans. Errors: UserError that names the key of a missing model.
+    config_alone: True to download only config.json, which is enough for plans. Errors: UserError that names the key of a
+    missing model.
     """
     if not config.model.path:
         raise UserError(
@@ -106,7 +107,7 @@ def with_ids(config: Config) -> Config:
 
 
 def check_alike(mine: Mapping[Place, str], first: Mapping[Place, str]) -> None:
-    """Refuse models of this process that differ from those of the first process, as when a branch moved between two look-ups.
+    """Refuse models that differ between this process and the first one: a Hub branch may change between two look-ups.
 
     mine, first: `model_places` of configs from `with_ids`. Errors: UserError that names the key.
     """
@@ -119,7 +120,7 @@ def check_alike(mine: Mapping[Place, str], first: Mapping[Place, str]) -> None:
 
 
 def overrides_of(before: Config, after: Config) -> list[str]:
-    """Return command-line words that put the models of `after` into a config that has those of `before`."""
+    """Return command-line arguments that replace the models of config `before` by the models of config `after`."""
     said: dict[str, Any] = {}
     for place, text in model_places(after).items():
         if _value(before, place) == text:
@@ -142,7 +143,7 @@ def _key(place: Sequence[str | int]) -> str:
 
 
 def _pinned(text: str, known: str | None) -> str:
-    """Return an id without a revision as the commit that the run used for it so far."""
+    """Add the commit that the run has used so far (`known`) to an id without a revision. Return other texts unchanged."""
     if known is None or known == text or "@" in text:
         return text
     asked, before = hub_id(text), hub_id(known)
@@ -170,7 +171,7 @@ def _value(tree: Any, place: Sequence[str | int]) -> Any:
 
 
 def _replaced[T](tree: T, place: Sequence[str | int], value: Any) -> T:
-    """Return the tree with another value at a place."""
+    """Return a copy of the tree in which the value at `place` is replaced."""
     part, *rest = place
     new = _replaced(_value(tree, [part]), rest, value) if rest else value
     if is_dataclass(tree):

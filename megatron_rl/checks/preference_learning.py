@@ -1,4 +1,4 @@
-"""Checks of reward models, references and judges: folders that do not fit, and reward parts that cannot work."""
+"""Checks of reward models, references and judges: refuses folders that do not fit, and reward parts that cannot work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reference(kind: Kind, model: ModelConfig, dpo: DPOConfig, policy_reference: 
 
 
 def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int) -> Iterator[Refusal]:
-    """Refuse folders of reward models that do not fit."""
+    """Refuse reward models whose head, tokenizer, step separator or sizes do not fit the run."""
     for name, scorer in rewards.models.items():
         key = f"rewards.models.{name}"
         if scorer.path is None or scorer.address is not None:
@@ -72,7 +72,7 @@ def scorers(rewards: RewardsConfig, model: ModelConfig, parallel: ParallelConfig
 
 
 def _separator(scorer: ScorerConfig, learned: str | None, key: str) -> Iterator[Refusal]:
-    """Check that steps are split in the same way as in the model's training."""
+    """Refuse a step separator that is unknown, or that differs from the one in the reward model's training."""
     given = scorer.step_separator
     yield Refusal(
         not (learned or given),

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "tilt", *OF_TOKENS)
 LOSSES = ("ppo", "gspo", "reinforce", "cispo", "sapo")
 PROGRAMS = ("single_turn", "agent", "openai_agent")
-"""Built-in names of algorithm.advantage, algorithm.loss and rollout.program."""
+"""Built-in names of rollout.program."""
 
 BOUNDS = {
     "truncate": "; set correction.high: 2.0",
     "mask": "; set correction.low: 0.5 and high: 2.0",
     "clip": "; set correction.low: 0.5 and high: 2.0",
 }
-"""Remedies for a correction without its bounds."""
+"""{mode of the correction: remedy if its bounds are missing}."""
 
 
 def correction_bounds(correction: CorrectionConfig) -> None:
@@ -71,7 +71,7 @@ def schedules(
     critic: CriticConfig,
     optimizer: OptimizerConfig,
 ) -> Iterator[Refusal]:
-    """Refuse epochs without a rollout batch, and learning rate warmups that last for all updates."""
+    """Refuse several epochs without a rollout batch, and learning rate warmups that last for all updates."""
     yield Refusal(
         kind != "train" and batch.epochs > 1,
         f"batch.epochs = {batch.epochs} works only in reinforcement learning; for megatron-rl {kind}, increase steps"
@@ -92,7 +92,7 @@ def schedules(
 ALL: tuple[Kind, ...] = get_args(Kind)
 ASKING: tuple[Kind, ...] = ("train", "sample")
 IDLE: dict[Kind, str] = {**dict.fromkeys(LEARNING, ""), "sample": "rewards.", "prune": "prune."}
-"""Kinds of runs that refuse keys without effect -> prefix of these keys. Other kinds accept the config of any run."""
+"""{kind of run that refuses keys without effect: prefix of these keys}. Other kinds accept the config of any run."""
 RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (ALL, key_rules.SIZES),
     (("sample",), key_rules.NO_PUSH),
@@ -108,7 +108,7 @@ RULES: tuple[tuple[tuple[Kind, ...], Sequence[Rule | Check]], ...] = (
     (READ_ONLY, key_rules.NO_ADAPTERS),
     (LEARNING, (*key_rules.ADAPTERS, schedules, *key_rules.STEIN, *key_rules.MEMORY)),
 )
-"""Kinds of runs, and the rules of their keys, in the order of the checks."""
+"""(kinds of runs, rules of their keys), in the order in which the rules are checked."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
@@ -124,7 +124,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
 
 
 def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, SamplingSupport]:
-    """Check a config without its models, for a run of this kind on `world_size` processes.
+    """Check a config for this kind of run on `world_size` processes, without reading the models.
 
     Errors: UserError that names the key.
     """
@@ -150,7 +150,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
 
 
 def check_keys(config: Config, kind: Kind, world_size: int) -> None:
-    """Check keys for a run of this kind. Errors: UserError for keys without effect, and keys that contradict each other."""
+    """Check config keys for this kind of run. Errors: UserError for keys without effect, and for contradictions."""
     if kind in IDLE:
         refuse_idle(config, kind, IDLE[kind])
     checks = [check for kinds, of_kinds in RULES if kind in kinds for check in of_kinds]

@@ -1,4 +1,4 @@
-"""Checks of the section prune: parts that this model lacks, and sizes that do not fit together after the removal."""
+"""Checks of the config section `prune`: components that this model lacks, and sizes that do not fit together after pruning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.models.shape import Shape, linear_weights, whole_model
 
 
 def sizes_of(prune: PruneConfig) -> Sizes:
-    """Return the sizes that the section asks for."""
+    """Return the sizes of the pruned model that the config section asks for."""
     return Sizes(prune.layers, prune.heads, prune.width, prune.experts, prune.expert_width)
 
 
@@ -32,7 +32,7 @@ def pruned_model(
     hf_config: PreTrainedConfig,
     world_size: int,
 ) -> Iterator[Refusal]:
-    """Refuse a model that cannot be pruned like this, an output folder in use, and a result that does not fit the layout."""
+    """Refuse a model that cannot be pruned as asked, an output folder in use, or a result that does not fit the layout."""
     source = Path(model.path)
     if quantized := getattr(hf_config, "quantization_config", None):
         raise UserError(
@@ -110,7 +110,7 @@ def _sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> Iterator[Refusal]
 
 
 def _sparsity(prune: PruneConfig, shape: Shape) -> Iterator[Refusal]:
-    """Refuse patterns that match nothing, and layers that N:M does not divide. shape: of the model that gets zeros."""
+    """Refuse patterns that match nothing, and layers whose size N:M does not divide. shape: of the model to prune."""
     for pattern in prune.targets:
         yield Refusal(
             not linear_weights(shape, [pattern]),

@@ -1,4 +1,4 @@
-"""Rules that refuse a config: each has a condition on a few sections, and a message. One loop checks all of them."""
+"""Rules that refuse a config. Each rule has a condition on a few config sections, and a message; one loop checks all rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 
 
 class Refusal(NamedTuple):
-    """Outcome of one comparison: true if it refuses the config, and the message."""
+    """Result of one check: true if the check refuses the config, and its message."""
 
     refused: object
     message: str
@@ -29,9 +29,9 @@ class Rule:
 
     when: Callable[..., object]
     message: str | Callable[..., str]
-    """Key, reason and remedy. {section.key} in a text stands for its value."""
+    """Message with key, reason and remedy. {section.key} in the text stands for the key's value."""
     also: Callable[..., object] = lambda: True
-    """Second condition, which several rules share; it is checked first."""
+    """Second condition, which several rules share. It is evaluated first."""
 
     def apply(self, values: Values) -> Iterator[Refusal]:
         """Yield the refusal if both conditions hold."""
@@ -41,12 +41,13 @@ class Rule:
 
 
 Check = Callable[..., Iterator[Refusal] | None]
-"""A check with its own computation, on models or the machine; None: it raises its own error. Parameters: as in `Rule`."""
+"""A check that needs its own computation, on models or the machine. It yields refusals, or returns None and raises its own
+error. Its parameters have the same meaning as in `Rule`."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Sections and properties of a config, and external facts, by name."""
+    """Values for the parameters of rules and checks, by name: config sections, properties of the config, and external facts."""
 
     config: Config
     facts: Mapping[str, Any]
@@ -69,14 +70,14 @@ def refuse(config: Config, *checks: Rule | Check, **facts: Any) -> None:
 
 
 def refuse_idle(config: Config, kind: Kind, under: str = "") -> None:
-    """Check for keys without effect. Errors: UserError that names a set key below `under` whose condition does not hold."""
+    """Check for keys without effect. Errors: UserError that names a key below `under` that is set but has no effect."""
     if problem := idle(config, kind, under):
         raise UserError(f"config: {problem}")
 
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Append to the message of a UserError the subject of the check, such as the critic, whose keys have the policy's names."""
+    """Append the subject of the check (such as the critic) to a UserError, because its keys have the policy's names."""
     try:
         yield
     except UserError as error:

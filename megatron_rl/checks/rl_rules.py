@@ -1,4 +1,4 @@
-"""Rules of reinforcement learning: the algorithm, and the servers that sample for it. Does not import torch."""
+"""Rules of reinforcement learning: the algorithm, and the servers that sample. Does not import torch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ ENGINE = (
         " parallel.timeout_s",
     ),
 )
-"""Rules for when SGLang samples, and with which settings."""
+"""Rules for the rollout engine: when SGLang samples, and with which settings."""
 
 LEARNING = (
     Rule(
@@ -241,15 +241,15 @@ LEARNING = (
         "set precision.rollout: bf16",
     ),
 )
-"""Rules for what is learned from samples, and how often."""
+"""Rules for training: what is learned from samples, and how often."""
 
 
 LOOSE_OF_SEQUENCES = 0.05
-"""Clip bound above which a clip of sequence ratios (geometric means over tokens) was probably meant for token ratios."""
+"""Clip bound above which a clip of sequence-level ratios (geometric means over tokens) was probably meant for token ratios."""
 
 
 def loss_hints(algorithm: AlgorithmConfig) -> list[str]:
-    """Return lines for the start of a run whose loss has settings that fit another loss."""
+    """Return lines to print at the start of a run whose settings seem to be meant for another loss."""
     hints = []
     clips = [clip for clip in (algorithm.clip_low, algorithm.clip_high) if clip is not None]
     if algorithm.loss == "gspo" and max(clips, default=0.0) >= LOOSE_OF_SEQUENCES:

@@ -1,4 +1,4 @@
-"""Smaller models: structured pruning, sparsity, quantization, and the calibration on which their choices are based."""
+"""Smaller models by structured pruning, sparsity and quantization, and the calibration that guides them."""
 
 from megatron_rl.platform import activate
 

@@ -1,7 +1,8 @@
-"""Measures the parts of a model on calibration data, in passes of the trainer with hooks on its modules.
+"""Measures the importance of a model's layers, heads, channels and experts on calibration data.
 
-The hooks add sums over this process's tokens into tables of the whole model. Each number in a table belongs to one process or
-is a sum over several processes. So under every layout, the sum of all processes' tables is the table of the whole model.
+Hooks on the modules run during forward passes of the trainer. They add sums over this process's tokens to tables of the whole
+model. Each number in a table belongs to one process or is a sum over several processes. So under every parallel layout, the sum
+of all processes' tables is the table of the whole model.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class RealTokens:
-    """Masks of the current micro-batch's tokens that are not padding."""
+    """Masks of the current micro-batch's real tokens (no padding)."""
 
     all: Tensor
     """Mask of this context-parallel rank's tokens, [T] bool."""
     own: Tensor
-    """Part of `all` that this process has between the layers' products, under sequence parallelism: [T / tensor] bool."""
+    """Mask of the real tokens in this process's shard of the sequence, [T / tensor] bool, as sequence parallelism splits it."""
 
 
 class Watched:
@@ -54,25 +55,31 @@ class Watched:
         return self._real
 
     def begin(self, chunk: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Set the current micro-batch; a forward pre-hook of a chunk."""
+        """Set the current micro-batch. Runs before each forward pass of a chunk."""
         real = self._batches[id(kwargs["input_ids"])].segments.ids >= 0
         layout = self._trainer.layout
         self._real = RealTokens(real, real.tensor_split(layout.tensor)[layout.tensor_rank])
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """Return the real tokens [n, d] of [T, 1, d] (or [T, d]), or of this process's [T / tensor, 1, d]."""
+        """Return the rows of real tokens [n, d].
+
+        hidden: [T, 1, d] or [T, d] with all tokens, or [T / tensor, 1, d] with this process's shard of the sequence.
+        """
         real = self.real.all if len(hidden) == len(self.real.all) else self.real.own
         return hidden[real].flatten(1)
 
     def without_padding(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Set padding to zero before a MoE layer (a forward pre-hook), as routing loses track of which rows are padding."""
+        """Set padding rows to zero. Runs before a MoE layer's forward pass, because routing loses track of these rows."""
         hidden, *rest = args
         return (hidden * self.real.own.view(-1, 1, 1), *rest), kwargs
 
 
 @contextmanager
 def watching(trainer: Trainer, batches: Sequence[Batch]) -> Iterator[tuple[Watched, ExitStack]]:
-    """Yield (the watched chunks, an exit stack for further hooks, which are removed at the end of the block)."""
+    """Watch the trainer's model within the block. Yield (state of the micro-batch, exit stack for the caller's hooks).
+
+    All hooks are removed at the end of the block.
+    """
     watched = Watched(trainer, batches)
     with ExitStack() as stack:
         for chunk in trainer.chunks:
@@ -85,19 +92,22 @@ def watching(trainer: Trainer, batches: Sequence[Batch]) -> Iterator[tuple[Watch
 
 
 def layers_of(chunk: GPTModel) -> list[Any]:
-    """Return Megatron's transformer layers. Their parts have no types."""
+    """Return the chunk's transformer layers, untyped, because Megatron's submodules have no types."""
     return [*chunk.decoder.layers]
 
 
 def is_moe(layer: Any) -> bool:
-    """Return True if a Megatron layer has experts."""
+    """Return True if a transformer layer has experts."""
     return hasattr(layer.mlp, "router")
 
 
 def watch_experts(
     experts: GroupedExperts, see: Callable[[Tensor, list[int], Sequence[Any]], None], stack: ExitStack
 ) -> None:
-    """Call `see` with the inputs of both products, without padding: rows [N, in] by expert, counts, the experts' layers."""
+    """Call `see` with the inputs of each of the experts' two matrix multiplications, without padding.
+
+    Arguments of `see`: rows [N, in] ordered by expert, number of rows of each expert, and the experts' linear layers.
+    """
     real = torch.zeros(0)
 
     def watch(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
@@ -112,7 +122,7 @@ def watch_experts(
 
 
 class Calibration(UpdateHook):
-    """Measures importance in a pass, with router observers and with hooks on modules."""
+    """Measures importance during a forward pass, with router observers and with hooks on modules."""
 
     reads_outputs = True
 
@@ -131,18 +141,18 @@ class Calibration(UpdateHook):
         }
         self.sums = {name: torch.zeros(size, dtype=torch.float64) for name, (wanted, size) in sizes.items() if wanted}
         self.tokens = 0
-        """Number of real tokens of this process. Sequence parallelism splits the tokens over the processes."""
+        """Number of real tokens that this process measured. Sequence parallelism splits the tokens over the processes."""
 
     # -- the experts, where their tokens come from --------------------------------------------------------------------
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return an observer for each micro-batch; it measures the current pass."""
+        """Return the observer that measures the experts of a micro-batch."""
         return [_SeeExperts(self)] if "sent" in self.sums else []
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def look_at(self, layer: Any, stack: ExitStack) -> None:
-        """Add hooks to a layer."""
+        """Add hooks that measure a layer."""
         number = layer.layer_number - 1
 
         def inputs(linear: torch.nn.Module, see: Callable[..., None]) -> None:
@@ -217,14 +227,17 @@ class Calibration(UpdateHook):
         return channel_sums(activations, weight if self.config.channel_importance == "wanda" else None)
 
     def add(self, name: str, number: int, place: Any, found: Tensor) -> None:
-        """Add measured values at `place` in layer `number`."""
+        """Add measured values to the entries `place` of layer `number` in the table `name`."""
         row = self.sums[name][number] if found.dim() else self.sums[name]
         row[place if found.dim() else number] += found.cpu()
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
     def importance(self, tokens: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Return importance by name, [layers, ...] fp64, on every process. tokens: of the calibration data. Collective."""
+        """Return {name: importance [layers, ...] fp64}, the same on every process. Collective.
+
+        tokens: number of tokens of the calibration data.
+        """
         for table in self.sums.values():
             dist.all_reduce(table, group=group)
         found = {name: table / tokens for name, table in self.sums.items()}
@@ -261,10 +274,10 @@ def _slice(size: int, rank: int) -> slice:
 
 
 def measure(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> dict[str, Tensor]:
-    """Return the importance of the parts that the config prunes, over all data-parallel ranks' micro-batches. Collective.
+    """Measure the importance of everything that the config prunes, on all data-parallel ranks' micro-batches. Collective.
 
-    Keys: layers [L]; heads [L, key-value heads]; width and shared [L, channels]; experts [L, E]; expert_width
-    [L, E, channels]; sent [L, E], the share of tokens that go to each expert. Layers without such a part have zeros. Values are
+    Keys: layers [L]; heads [L, key-value heads]; width and shared [L, channels]; experts [L, E]; expert_width [L, E, channels];
+    sent [L, E], the share of tokens that are routed to each expert. A layer that lacks such a component has zeros. Values are
     fp64 and the same on every process.
     """
     tokens = trainer.totals(batches).inputs

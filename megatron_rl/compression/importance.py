@@ -1,7 +1,7 @@
-"""Importance of each part of a model on calibration data. Structured pruning keeps the parts with the largest importance.
+"""Importance of a model's layers, heads, channels and experts. Structured pruning keeps the most important ones.
 
-Importance is summed over tokens in fp64, so the sums of several micro-batches and processes can be added. The caller leaves
-out padding.
+Importance is summed over tokens of calibration data in fp64, so the sums of several micro-batches and processes can be added.
+The caller leaves out padding.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch.nn import functional as F
 def block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
     """Return the sum over tokens of 1 - cosine between a layer's inputs and outputs, both [T, d]; a scalar.
 
-    This is ShortGPT's block influence (arXiv 2403.03853, eq. 1). Layers that hardly turn their inputs are removed first.
+    This is ShortGPT's block influence (arXiv 2403.03853, eq. 1). Pruning first removes the layers that change the direction of
+    their inputs least.
     """
     return (1 - F.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()
 
 
 def gated_norms(norms: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return sums by expert of norms [T, k] (norm of the expert's output times its gate), and token counts; both [count].
+    """Return (sum of gated output norms of each expert, number of its tokens), both [count].
 
-    experts: [T, k] int64, the expert of each norm. Sum divided by count is REAP's saliency (arXiv 2510.13999): the mean of
-    gate x norm over the tokens that are routed to the expert.
+    norms: [T, k], norm of an expert's output times its gate. experts: [T, k] int64, the expert of each norm. Sum divided by
+    number is REAP's saliency (arXiv 2510.13999): the mean of gate x norm over the tokens that are routed to the expert.
     """
     flat = experts.flatten()
     sums = torch.zeros(count, dtype=torch.float64, device=norms.device)
@@ -31,7 +32,7 @@ def gated_norms(norms: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def channel_sums(activations: Tensor, down: Tensor | None = None) -> Tensor:
-    """Return a sum over tokens for each inner channel of an MLP with activations [T, F]; [F].
+    """Return the importance [F] of an MLP's inner channels, summed over the tokens of activations [T, F].
 
     Without `down`, it is the sum of |activation| (Minitron, arXiv 2407.14679). With the output weight down [d, F], it is the
     sum of the squared norm of the channel's contribution to the output: activation^2 x norm of its column^2. This is Wanda's
@@ -52,5 +53,5 @@ def group_norms(heads: Tensor, projection: Tensor) -> Tensor:
 
 
 def largest(importance: Tensor, count: int) -> list[int]:
-    """Return the indices of the `count` largest of [n], in ascending order; of equal values, the first ones."""
+    """Return the indices of the `count` largest elements of importance [n], in ascending order. Ties keep the first ones."""
     return sorted(importance.argsort(descending=True, stable=True)[:count].tolist())

@@ -1,13 +1,13 @@
 """Post-training quantization with nvidia-modelopt: calibrate a Hugging Face model on data, and write it in SGLang's format.
 
-fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, from the largest magnitude in the calibration
-(ModelOpt's FP8_DEFAULT_CFG, in the layout of ModelOpt's own export).
+fp8_tensor: each weight matrix has one scale, and so have the inputs of each layer. A scale follows from the largest magnitude
+in the calibration (ModelOpt's FP8_DEFAULT_CFG, in the layout of ModelOpt's own export).
 int4: only weights are quantized, in the layout of compressed-tensors. A group's scale covers between half and all of the
 group's largest magnitude. The choice minimizes the error of the outputs on the calibration data (ModelOpt's
 INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian).
 
 Attention, MLPs and experts are quantized; router, embedding, head and norms are not. The model is a transformers model with
-fused experts, for each of which ModelOpt has a quantizer.
+fused experts. ModelOpt has a quantizer for each expert.
 """
 
 from __future__ import annotations
@@ -45,46 +45,49 @@ from megatron_rl.models.parallel_check import read_hf_config
 
 GROUP = 128
 HIGHEST = 7
-"""Largest code, which represents a group's amax; the lowest code is -8."""
+"""Largest 4-bit code, which represents a group's largest magnitude. The lowest code is -8."""
 _PACKED = 8
-"""Number of codes in an int32."""
+"""Number of 4-bit codes in an int32."""
 _TINY = 2.0**-24
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Return bf16 scales, as SGLang stores them, for groups with largest magnitude `amax`; 1 for a group of zeros."""
+    """Return the groups' scales, in bf16 as SGLang stores them. amax: largest magnitudes of the groups; zeros get scale 1."""
     return torch.where(amax > _TINY, amax.float() / HIGHEST, 1.0).bfloat16()
 
 
 def encode(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the nearest codes, int8 [N, K], of a weight [N, K] for scales [N, K / 128]."""
+    """Return the 4-bit codes, int8 [N, K], nearest to a weight [N, K]. scale: [N, K / 128]."""
     # Multiply by the inverse, like ModelOpt: bf16 weights and scales have many ties, which division may round otherwise.
     groups = weight.float().unflatten(-1, (-1, GROUP)) * (1 / scale.float()[..., None])
     return groups.round().clamp(-HIGHEST - 1, HIGHEST).to(torch.int8).flatten(-2)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack codes int8 [N, K] into int32 [N, K / 8]."""
+    """Pack 4-bit codes, int8 [N, K], into int32 [N, K / 8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     words = (codes.int() + HIGHEST + 1).unflatten(-1, (-1, _PACKED)) << shifts
     return words.sum(-1, dtype=torch.int32)  # bits do not overlap; the eighth code may set the sign
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Unpack codes; the inverse of `pack`."""
+    """Unpack 4-bit codes from int32; the inverse of `pack`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     return ((packed[..., None] >> shifts & 15) - HIGHEST - 1).to(torch.int8).flatten(-2)
 
 
 def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return the weight fp32 [N, K] for codes and scales."""
+    """Return the weight, fp32 [N, K], that packed codes and scales represent."""
     return (unpack(packed).float().unflatten(-1, (-1, GROUP)) * scale.float()[..., None]).flatten(-2)
 
 
 def int4_quantized(
     named_tensors: Iterable[tuple[str, Tensor]], scales_of: Callable[[str, int], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors; a quantized X.weight becomes three. scales_of: (name, columns) -> scales, or None to keep it."""
+    """Yield a model's tensors with int4 weights. A quantized X.weight becomes three tensors.
+
+    scales_of: (name, number of columns) -> scales, or None to leave the tensor unquantized.
+    """
     for name, tensor in named_tensors:
         scale = scales_of(name, tensor.shape[-1])
         if scale is None:
@@ -97,7 +100,7 @@ def int4_quantized(
 
 
 def quantization_config(ignore: list[str]) -> dict:
-    """Return the `quantization_config` for config.json. ignore: unquantized linear layers: names, or re:PATTERN."""
+    """Return the `quantization_config` for config.json. ignore: unquantized linear layers, as names or as re:PATTERN."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     group = {"targets": ["Linear"], "weights": weights | {"dynamic": False, "observer": "minmax"}}
     return {
@@ -115,14 +118,14 @@ def quantization_config(ignore: list[str]) -> dict:
 
 Format = Literal["fp8_tensor", "int4"]
 _MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 128)}
-"""Numbers of rows and columns whose multiples SGLang's kernels accept: torch._scaled_mm, Marlin."""
+"""SGLang's kernels (torch._scaled_mm and Marlin) need multiples of these numbers of rows and columns."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 
 
 def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
-    """Refuse a folder that cannot be quantized, or whose result SGLang cannot serve. Reads the config and files' headers.
+    """Raise UserError if a folder cannot be quantized, or if SGLang could not serve the result.
 
-    Errors: UserError that names the folder, the key or the tensor.
+    The check reads the config and the headers of the weight files. The error names the folder, the key or the tensor.
     """
     config = read_hf_config(folder)
     check_weight_files(folder)
@@ -153,7 +156,7 @@ def check_source(folder: Path, form: Format, keep_layers: list[int]) -> None:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """Load the folder's model for forward passes, in its own dtype; on the GPUs if there are any."""
+    """Load the folder's model for forward passes, in the folder's dtype, and on GPUs if the machine has any."""
     disable_progress_bar()
     # ModelOpt only sees an expert's products if they are computed one by one.
     options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "experts_implementation": "eager"}
@@ -163,10 +166,10 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], passes: Callable[[], None]) -> None:
-    """Put quantizers into the model. Their scales come from `passes`, which runs the model over the calibration data.
+    """Insert quantizers into the model. Their scales come from `passes`, which runs the model over the calibration data.
 
-    The weights stay unchanged. From here on, the model computes as if quantized: weights, and with fp8_tensor also inputs, are
-    rounded before each product. Errors: UserError if a quantized layer had no product in the passes.
+    The weights stay unchanged. After calibration, the model computes as if quantized: weights, and with fp8_tensor also inputs,
+    are rounded before each matrix multiplication. Errors: UserError if `passes` never used a quantized layer.
     """
     with _quiet():
         import modelopt.torch.quantization as mtq  # takes seconds to import
@@ -190,7 +193,7 @@ def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], pass
 
 @contextlib.contextmanager
 def plain(model: torch.nn.Module) -> Iterator[None]:
-    """Let the calibrated model compute without quantization inside the block."""
+    """Let the calibrated model compute without quantization within the block."""
     quantizers = list(_quantizers(model))
     for quantizer in quantizers:
         quantizer.disable()
@@ -202,9 +205,9 @@ def plain(model: torch.nn.Module) -> Iterator[None]:
 
 
 def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_layers: list[int]) -> None:
-    """Write the source's tensors, quantized like the calibrated model, and its tokenizer. Writes a complete folder or none.
+    """Write the model folder with the source's tensors, quantized like the calibrated model, and with its tokenizer.
 
-    Errors: UserError if the folder cannot be written.
+    `out` is a complete folder or does not exist. Errors: UserError if the folder cannot be written.
     """
     # ModelOpt's own export_hf_checkpoint is not used. It divides bf16 weights by their scale in bf16, and so rounds one in
     # sixteen weights to the wrong neighbor in e4m3. Its INT4 is packed for TensorRT-LLM.
@@ -223,7 +226,7 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
 
 
 def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors; a quantized X.weight becomes e4m3, with X.weight_scale and X.input_scale, both fp32 []."""
+    """Yield the tensors with FP8 weights. A quantized X.weight becomes e4m3, with X.weight_scale and X.input_scale, fp32 []."""
     for name, tensor in named_tensors:
         layer = layers.find(name)
         if layer is None:
@@ -237,13 +240,16 @@ def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Ite
 
 
 def _inverse_scale(amax: Tensor) -> Tensor:
-    """Return 448 / amax, fp32 []. ModelOpt's fake quantization multiplies by it; a division would round some ties otherwise."""
+    """Return 448 / amax, fp32 [].
+
+    ModelOpt's fake quantization multiplies by this number. A division could round some ties differently.
+    """
     amax = amax.detach().float().cpu().reshape([])
     return torch.where(amax > fp8.TINY, fp8.E4M3_MAX / amax, 1.0)
 
 
 def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` that ModelOpt writes. plain_ones: patterns of layers that are not quantized."""
+    """Return the `quantization_config` that ModelOpt would write. plain_ones: patterns of layers that are not quantized."""
     of_tensor = {"dynamic": False, "num_bits": 8, "type": "float"}
     group = {"input_activations": of_tensor, "weights": of_tensor, "targets": ["Linear"]}
     return {
@@ -256,7 +262,7 @@ def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
 
 
 def _share_scales(model: PreTrainedModel) -> None:
-    """Set one weight scale for matrices that SGLang stacks. Else SGLang rounds those with smaller scales again."""
+    """Set one weight scale for matrices that SGLang stacks. Otherwise SGLang requantizes the matrices with smaller scales."""
     together: dict[str, list[str]] = defaultdict(list)
     for name, linear in family_of(model.config).linears.items():
         if linear.stacked_in:
@@ -276,7 +282,7 @@ class _Layer:
     weights: Any
     inputs: Any
     rows: slice
-    """Rows of the layer in the matrix that its quantizer sees."""
+    """Rows of the layer's weight in the (fused) matrix that its quantizer processes."""
 
 
 class _Layers:
@@ -285,7 +291,7 @@ class _Layers:
         self._moe = family_of(model.config).moe or Moe()
 
     def find(self, name: str) -> _Layer | None:
-        """Return the layer of a tensor; None if the tensor is not quantized."""
+        """Return the layer that a tensor belongs to; None if the tensor is not quantized."""
         if not fp8.is_quantized(name):
             return None
         module = name.removesuffix(".weight").replace(f".{self._moe.block}.", ".mlp.")  # the name in transformers

@@ -1,8 +1,8 @@
 """Prunes weights of the trainer's model to zero, layer by layer, based on each layer's inputs on calibration data.
 
-Each layer is measured in a pass of its own, in which the earlier layers have been pruned already. Statistics are summed over
-the processes that hold parts of the same layer. Rows that tensor parallelism splits are gathered before they are pruned. So the
-result does not depend on the layout.
+Each layer has its own forward pass, in which the earlier layers are pruned already. Statistics are summed over the processes
+that hold shards of the same layer. Rows that tensor parallelism splits are gathered before they are pruned. So the result does
+not depend on the layout.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class Pattern:
-    """Pattern of weights that stay in a row: `keep` of every `of` neighbors or, without `keep`, all but a share `ratio`."""
+    """Pattern of the weights that stay in a row: `keep` of every `of` neighbors, or a share 1 - `ratio` of the row."""
 
     keep: int | None = None
     of: int = 1
     ratio: float = 0.5
 
     def kept(self, scores: Tensor) -> Tensor:
-        """Return a mask [out, in] of the highest scores that the pattern keeps. `in` has to be a multiple of `of`."""
+        """Return a mask [out, in] of the weights to keep: those with the highest scores. `in` has to be a multiple of `of`."""
         groups = scores.unflatten(1, (-1, self.of)) if self.keep is not None else scores.unsqueeze(1)
         size = groups.shape[-1]
         count = self.keep if self.keep is not None else size - int(self.ratio * size)
@@ -51,14 +51,14 @@ class Pattern:
 
 
 def magnitude(weight: Tensor, pattern: Pattern) -> Tensor:
-    """Return the weights with the smallest ones set to zero."""
+    """Return the weights with the smallest magnitudes set to zero."""
     return weight.where(pattern.kept(weight.abs()), 0)
 
 
 def wanda(weight: Tensor, squares: Tensor, pattern: Pattern) -> Tensor:
     """Return the weights with zeros where |W| x norm of X is smallest (arXiv 2306.11695).
 
-    squares: [in], sum of squares of each input, in any unit. If all are zero, the result is the same as of `magnitude`.
+    squares: [in], sum of squares of each input, in any unit. If all are zero, the function prunes like `magnitude`.
     """
     norms = squares.sqrt() if squares.any() else torch.ones_like(squares)
     return weight.where(pattern.kept(weight.double().abs() * norms), 0)
@@ -68,9 +68,9 @@ def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 12
     """Return pruned weights whose remaining weights compensate for the zeros (arXiv 2301.00774).
 
     Columns are processed in order. Setting w_j to zero costs w_j^2 / (U_jj)^2, where U is the upper Cholesky factor of the
-    inverse Hessian. The later weights in the row take over its contribution, such that ||W X - W' X|| is minimal with the
+    inverse Hessian. The later weights in the row compensate for the lost w_j, such that ||W X - W' X|| is minimal with the
     weights up to j fixed. gram: X X^T [in, in] in any unit; damp times the mean of its diagonal is added to the diagonal.
-    Without an N:M pattern, the zeros of a row are chosen block by block. If gram is all zero, the result is the same as of
+    Without an N:M pattern, the zeros of a row are chosen block by block. If gram is all zero, the function prunes like
     `magnitude`.
     """
     if not gram.any():
@@ -99,7 +99,7 @@ def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 12
 
 
 def pattern_of(config: PruneConfig) -> Pattern:
-    """Return the pattern for prune.sparsity."""
+    """Return the pattern that prune.sparsity names."""
     if config.sparsity == "unstructured":
         return Pattern(ratio=config.ratio)
     keep, of = map(int, config.sparsity.split(":"))
@@ -108,7 +108,7 @@ def pattern_of(config: PruneConfig) -> Pattern:
 
 @torch.no_grad()
 def sparsify(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> None:
-    """Prune the weights of config.targets in place. batches: of this data-parallel rank. Collective."""
+    """Prune the weights of config.targets in place. batches: calibration data of this data-parallel rank. Collective."""
     pattern, wanted = pattern_of(config), linear_weights(shape, config.targets)
     named = {id(p): name for names in trainer.model.parameter_names(trainer.chunks) for name, p in names.items()}
     of_layer: dict[int, list[Linear]] = defaultdict(list)
@@ -129,7 +129,7 @@ def sparsify(trainer: Trainer, batches: list[Batch], shape: Shape, config: Prune
 
 
 def look_at(layer: Any, linears: Sequence[Linear], watched: Watched, stack: ExitStack) -> None:
-    """Hook the inputs of the linear layers in one transformer layer."""
+    """Add hooks that record the inputs of a transformer layer's linear layers."""
 
     def see(linear: Linear) -> Callable[..., None]:
         return lambda module, args: linear.add(watched.rows(args[0]))
@@ -149,7 +149,7 @@ def look_at(layer: Any, linears: Sequence[Linear], watched: Watched, stack: Exit
 
 
 class Linear:
-    """A Megatron linear layer, or this process's part of one, with statistics of its inputs."""
+    """A Megatron linear layer, or this process's shard of one, with statistics of its inputs."""
 
     def __init__(self, module: Any, expert: bool, *, gram: bool) -> None:
         """Create it. gram: collect X X^T [in, in] instead of only its diagonal."""
@@ -158,13 +158,13 @@ class Linear:
         self._sum: Tensor | None = None
 
     def add(self, rows: Tensor) -> None:
-        """Add inputs [n, in], or this process's columns of them, to the statistics."""
+        """Add inputs [n, in] to the statistics. If the layer is sharded by columns, `rows` has only this process's columns."""
         rows = self._whole(rows).float()
         found = (rows.t() @ rows if self._gram else rows.square().sum(0)).double()
         self._sum = found if self._sum is None else self._sum + found
 
     def prune(self, method: str, pattern: Pattern) -> None:
-        """Prune the weight and clear the statistics. Collective over the processes of the layer."""
+        """Prune the weight and clear the statistics. Collective over the processes that hold the layer."""
         weight = self._whole(self.module.weight)
         if method == "magnitude":
             pruned = magnitude(weight, pattern)
@@ -181,7 +181,7 @@ class Linear:
         self._sum = None
 
     def _whole(self, part: Tensor) -> Tensor:
-        """Return all columns of inputs or of the weight."""
+        """Return all columns of inputs or of the weight, gathered from the tensor-parallel ranks if they are split."""
         if not isinstance(self.module, RowParallelLinear) or self._tensor_group().size() == 1:
             return part
         return gather_from_tensor_model_parallel_region(part.contiguous(), group=self._tensor_group())

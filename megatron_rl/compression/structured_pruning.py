@@ -1,7 +1,7 @@
-"""Removes parts of a model from a Hugging Face folder: experts, inner channels, groups of heads, whole layers.
+"""Removes experts, inner channels, groups of heads or whole layers from the model in a Hugging Face folder.
 
-It works on files only: tensors are read, cut and written one by one, and config.json is adapted. The model's family tells which
-side of a tensor consists of heads, channels or experts (`models.families`).
+The module works on files only: it reads, cuts and writes tensors one by one, and adapts config.json. The model's family tells
+which dimension of a tensor consists of heads, channels or experts (`models.families`).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.shape import Shape
 
 REPORT = "prune.json"
-"""Name of the file beside the weights that lists the kept parts."""
+"""Name of the file that lists the kept experts, channels, heads and layers. It lies next to the weights."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Parts to keep, by their numbers in the original model. Parts that are not named here are kept in full."""
+    """Components to keep, by their numbers in the original model. Components that are not named here are kept in full."""
 
     layers: list[int] | None = None
     groups: Mapping[int, list[int]] = field(default_factory=dict)
-    """Layer -> key-value heads to keep, together with their query heads."""
+    """{layer: key-value heads to keep, together with their query heads}."""
     channels: Mapping[int, list[int]] = field(default_factory=dict)
-    """Layer -> inner channels of its dense MLP."""
+    """{layer: inner channels of its dense MLP to keep}."""
     shared: Mapping[int, list[int]] = field(default_factory=dict)
-    """Layer -> inner channels of all its shared experts together."""
+    """{layer: inner channels to keep, of all its shared experts together}."""
     experts: Mapping[int, list[int]] = field(default_factory=dict)
-    """Layer -> experts."""
+    """{layer: experts to keep}."""
     expert_channels: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Layer -> inner channels of each expert; the list also has entries for removed experts."""
+    """{layer: inner channels to keep in each expert}; the list also has entries for removed experts."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the pruned model; None for an unchanged size."""
+    """Sizes of the pruned model; None if a size does not change."""
 
     layers: int | None = None
     heads: int | None = None
@@ -56,7 +56,7 @@ class Sizes:
 
 
 def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
-    """Write the model of `source` with only the kept parts. `out` gets its name when it is complete.
+    """Write the model of `source` with only the kept components. `out` gets its name when it is complete.
 
     Errors: UserError for an unknown tensor, or a folder that cannot be written.
     """
@@ -68,7 +68,7 @@ def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
 
 
 def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str, Any]:
-    """Return the changed keys of config.json. layers: the layers to keep."""
+    """Return the keys of config.json that change, with their new values. layers: the layers to keep."""
     config = json.loads((source / "config.json").read_text())
     hf_config = read_hf_config(source)
     shape, moe = Shape.from_config(hf_config), family_of(hf_config).moe
@@ -96,7 +96,7 @@ def new_config(source: Path, sizes: Sizes, layers: list[int] | None) -> dict[str
 
 
 def _written_as(key: str, config: PreTrainedConfig) -> set[str]:
-    """Return the names that a key can have in a file. transformers writes some keys under another name."""
+    """Return the names that a config key can have in config.json, because transformers writes some keys under another name."""
     return {
         key,
         config.attribute_map.get(key, key),
@@ -109,7 +109,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def cut(tensors: Iterator[tuple[str, Tensor]], config: PreTrainedConfig, kept: Kept) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the pruned model under their new names, from the tensors of the folder.
+    """Yield the tensors of the pruned model under their new names. tensors: all tensors of the original folder.
 
     Errors: UserError for an unknown tensor.
     """
@@ -129,7 +129,7 @@ def cut(tensors: Iterator[tuple[str, Tensor]], config: PreTrainedConfig, kept: K
 def _of_layer(
     name: str, tensor: Tensor, layer: int, shape: Shape, family: Family, kept: Kept
 ) -> tuple[str, Tensor | None]:
-    """Return the name and the kept part of a layer's tensor; None if it is removed."""
+    """Return (new name, kept part) of a layer's tensor; the part is None if the tensor is removed."""
     experts, channels = kept.experts.get(layer), kept.expert_channels.get(layer)
     moe, module = family.moe or Moe(), ["", *name.split(".")][-2]
     if (match := _EXPERT.fullmatch(name)) and match[3] in moe.linears:
@@ -185,7 +185,7 @@ def _stacked(
 def choose(
     importance: Mapping[str, Tensor], sizes: Sizes, shape: Shape, keep: Callable[[Tensor, int], list[int]]
 ) -> Kept:
-    """Choose the parts of a model to keep, from the importance that `compression.calibration` measured.
+    """Choose the components of a model to keep, from the importance that `compression.calibration` measured.
 
     keep: function (importance [n], count) -> indices to keep.
     """

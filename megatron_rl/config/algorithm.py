@@ -23,15 +23,16 @@ class KLConfig:
     """Estimator of the KL divergence of a token, for placement `loss`. With placement `reward` the estimator is always
     k1, log policy - log reference."""
     placement: Annotated[Literal["loss", "reward"], only_with(".coefficient", example=0.05)] = "loss"
-    """`loss`: add the KL as a term of the loss. `reward`: subtract the KL from the reward. Advantages that are computed
-    token by token (gae, reinforce_plus_plus) subtract it at each token; the others subtract it from the response's
-    reward."""
+    """`loss`: add the KL as a term of the loss. `reward`: subtract the KL from rewards. The subtraction is at each
+    token if advantages are computed token by token (gae, reinforce_plus_plus, reinforce_plus_plus_baseline), else from
+    the reward of the whole response."""
     target: Annotated[PositiveFloat | None, only_with(".coefficient", example=0.1)] = None
-    """Target of the KL to the reference, in nats per token; a controller adapts the coefficient to reach it (Ziegler et
-    al. 2019). After each step it changes the coefficient by at most 20 % x responses / horizon. It measures the KL of
-    the sampling policy on its own samples (metric kl/sampled). null: the coefficient is fixed."""
+    """Target of the KL divergence from the reference model, in nats per token. A controller adapts the coefficient to
+    reach this target (Ziegler et al. 2019). After each step, the controller changes the coefficient by at most 20 % x
+    responses / horizon. It compares the target with the KL of the sampling policy on its own samples (metric
+    kl/sampled). null: the coefficient is fixed."""
     horizon: Annotated[Positive, only_with(".target", example=0.1)] = 10_000
-    """Number of responses over which the controller of `target` may change the coefficient by 20 %."""
+    """Number of responses over which the controller of `target` changes the coefficient by at most 20 %."""
     reference: Annotated[str | None, only_with(".coefficient", example=0.05)] = None
     """Hugging Face folder of the reference model; by default model.path."""
 
@@ -45,55 +46,62 @@ class AlgorithmConfig:
     """Advantages and the policy loss."""
 
     advantage: str = "grpo"
-    """Advantage estimator. For whole responses: `grpo`: (r - mean) / std over the responses to a prompt; `dr_grpo`: r -
-    mean; `rloo`: r - mean of the other responses; `tilt`: group size x softmax of r / tilt_temperature (use it with
-    loss `reinforce`). For tokens: `gae`: PPO's generalized advantage estimation with a critic (section critic);
-    `reinforce_plus_plus`: sum of the later rewards, whitened over the step; `reinforce_plus_plus_baseline`: the same
-    for r - mean over the responses to a prompt. Or a function of your own as module:name."""
+    """Advantage estimator: a name from this list, or a function of your own as module:name. For whole responses with
+    reward r: `grpo`: (r - mean) / std over the responses to a prompt; `dr_grpo`: r - mean; `rloo`: r - mean of the
+    other responses; `tilt`: group size x softmax of r / tilt_temperature (use it with loss `reinforce`). For single
+    tokens: `gae`: PPO's generalized advantage estimation with a critic (section critic); `reinforce_plus_plus`: sum of
+    the rewards from this token on, whitened over the step; `reinforce_plus_plus_baseline`: the same for r - mean over
+    the responses to a prompt."""
     gamma: Annotated[Fraction, only_with(".advantage", *OF_TOKENS)] = 1.0
-    """Discount per token of later rewards, for advantages of tokens."""
+    """Discount factor per token of later rewards, for advantages that are computed token by token."""
     lam: Annotated[Fraction, only_with(".advantage", "gae")] = 0.95
-    """gae: lambda, from 0 (one token and the value of the next one) to 1 (all later rewards)."""
+    """gae: lambda, from 0 (the reward of one token and the value of the next token) to 1 (all later rewards)."""
     bootstrap_truncated: Annotated[bool, only_with(".advantage", "gae")] = True
-    """gae: treatment of a response that a limit cut off. true: the critic's value behind its last token replaces the
-    score, as an estimate of the missing rest (the reward part `overlong` still counts). false: the response keeps the
-    score of the verifier, usually 0."""
+    """gae: treatment of a response that a limit cut off. true: the critic's value after the last token replaces the
+    score, as an estimate of the rewards that the missing tokens would bring (the reward part `overlong` still counts).
+    false: the response keeps the score of the verifier, usually 0."""
     whiten: bool | None = None
-    """True scales advantages to mean 0 and standard deviation 1 over all tokens of a step, false does not. null: only
-    advantages of tokens are whitened."""
+    """true: scale advantages to mean 0 and standard deviation 1 over all tokens of a step. false: leave them unscaled.
+    null: scale only advantages that are computed token by token."""
     advantage_clip: PositiveFloat | None = None
-    """Largest absolute value of an advantage; clipping is the last operation on advantages. null: no limit."""
+    """Largest absolute value of an advantage. This clip comes after all other operations on advantages. null: no
+    limit."""
     tilt_temperature: Annotated[PositiveFloat, only_with(".advantage", "tilt")] = 1.0
-    """tilt: the beta of exp(r / beta). A smaller value gives more weight to the best response."""
+    """tilt: temperature beta of the weights exp(r / beta), with r the reward. A smaller value gives more weight to the
+    best response."""
     loss: str = "ppo"
-    """Policy loss. `ppo`: clipped ratio of each token, as in PPO and GRPO; `gspo`: ratio of the sequence; `reinforce`:
-    no ratio; `cispo`: a clipped ratio as a weight without gradient; `sapo`: a soft gate instead of the clip. Or a loss
-    of your own as module:name."""
+    """Policy loss: a name from this list, or a loss of your own as module:name. A ratio divides the current probability
+    by the old one. `ppo`: clipped ratio of each token, as in PPO and GRPO; `gspo`: clipped ratio of the whole sequence;
+    `reinforce`: no ratio; `cispo`: a clipped ratio as a weight without gradient; `sapo`: a soft gate instead of the
+    clip."""
     clip_low: NonNegativeFloat | None = 0.2
     """Clip the ratio at 1 - clip_low; null: no lower clip. The GSPO paper uses clip_low 3e-4 and clip_high 4e-4 for its
     sequence ratio."""
     clip_high: NonNegativeFloat | None = 0.2
     """Clip the ratio at 1 + clip_high; null: no upper clip. A clip_high above clip_low is DAPO's clip-higher."""
     tau_pos: Annotated[PositiveFloat, only_with(".loss", "sapo")] = 1.0
-    """sapo: temperature of the gate for advantages above 0. A higher value reduces a token's weight sooner."""
+    """sapo: temperature of the gate for advantages above 0. With a higher value, the weight of a token falls faster as
+    the ratio moves away from 1."""
     tau_neg: Annotated[PositiveFloat, only_with(".loss", "sapo")] = 1.05
     """sapo: temperature of the gate for all other advantages."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """How the loss of an update is averaged. `token_mean`: mean over all tokens; `sequence_mean`: mean over sequences
-    of each sequence's token mean; `sequence_sum`: mean over sequences of each sequence's token sum /
-    rollout.max_new_tokens, a constant (Dr. GRPO, with advantage `dr_grpo`; verl's seq-mean-token-sum-norm)."""
+    """Averaging of the token losses of an update. `token_mean`: mean over all tokens; `sequence_mean`: mean over the
+    tokens of each sequence, then mean over sequences; `sequence_sum`: sum over the tokens of each sequence /
+    rollout.max_new_tokens (a constant), then mean over sequences (Dr. GRPO, with advantage `dr_grpo`; verl's
+    seq-mean-token-sum-norm)."""
     target_kl: Annotated[PositiveFloat | None, only_with_any("batch.epochs", "batch.updates_per_step")] = None
-    """Early stopping: limit of the KL from the policy at the start of the step, in nats per token (metric loss/old_kl).
-    If the forward pass of an update measures more, this update and the later updates of the step are skipped. null: no
-    early stopping. (kl.target is a different feature.)"""
+    """Early stopping within a step: limit of the KL from the policy at the start of the step, in nats per token (metric
+    loss/old_kl). If the forward pass of an update measures more, the run skips this update and the later updates of the
+    step. null: no early stopping. (kl.target is a different feature.)"""
     entropy_coefficient: float = 0.0
-    """Weight of the policy's entropy in the loss."""
+    """Weight of an entropy bonus: the loss is reduced by entropy_coefficient x the policy's entropy."""
     entropy_reward: NonNegativeFloat = 0.0
-    """Maximum-entropy RL: add this times -log probability to the reward of each token. This also raises the value of
-    states with many possible continuations; entropy_coefficient looks at each token alone."""
+    """Maximum-entropy RL: add entropy_reward x -log probability to the reward of each token. This reward also raises
+    the value of states with many possible continuations; entropy_coefficient looks at each token alone."""
     on_policy: bool = False
-    """Guarantee that each update trains the very policy that sampled. The run stops before an update if a response, a
-    server or the trainer has weights other than those pushed last, or if the ratio in the loss is not exactly 1."""
+    """Guarantee that each update trains the very policy that sampled the responses. The run stops before an update if a
+    response, a server or the trainer has other weights than those pushed last. It also stops if the ratio in the loss
+    is not exactly 1."""
     kl: KLConfig = KLConfig()
 
 
@@ -103,8 +111,8 @@ class SFTConfig:
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share e of each label that is spread evenly over the vocabulary. The loss is (1 - e) x the negative
-    log-likelihood of the label + e x the mean negative log-likelihood over the vocabulary; this keeps the model from
-    overconfidence."""
+    log-likelihood of the label + e x the mean negative log-likelihood over the vocabulary. Smoothing keeps the model
+    from overconfidence."""
 
 
 @section
@@ -117,22 +125,23 @@ class RewardModelConfig:
     """Loss of the reward model. For pairs and lists: `bradley_terry`: -log sigmoid of the score difference; `hinge`:
     the amount by which the difference is below a margin; `squared_gap`: squared error between the difference and a
     margin; `plackett_luce`: negative log-likelihood of a list's order. For single responses and for steps (process
-    rewards): `squared_error` to the given score; `cross_entropy` to a label from 0 to 1, with the model's output as the
-    logit."""
+    rewards): `squared_error`: squared difference from the given score; `cross_entropy`: cross entropy with a label from
+    0 to 1, and the model's output as the logit."""
     pooling: Literal["last", "mean"] = "last"
-    """How values of tokens become the score of a response. `last`: the value behind its last token, as in Hugging
-    Face's classifiers; `mean`: the mean of the values behind all its tokens."""
+    """Reduction of a response's token values to its score. `last`: the value after the last token, as in Hugging Face's
+    classifiers; `mean`: the mean of the values after all tokens."""
     margin: Annotated[NonNegativeFloat | None, only_with(".loss", "bradley_terry", "hinge", "squared_gap")] = None
-    """Margin of the score difference: for hinge and squared_gap the wanted difference (default 1), for bradley_terry a
-    number that is subtracted from the difference (default 0). A row's own margin (data.margin_key) takes precedence."""
+    """Margin of the score difference. For hinge and squared_gap: the wanted difference (default 1). For bradley_terry:
+    a number that is subtracted from the difference (default 0). A row's own margin (data.margin_key) takes
+    precedence."""
     center: Annotated[NonNegativeFloat, only_with(".loss", "bradley_terry")] = 0.0
-    """Weight of the mean of (chosen + rejected)^2, which keeps scores near 0."""
+    """Weight of the mean of (chosen score + rejected score)^2, which keeps scores near 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), only_with(".loss", "bradley_terry")] = 0.0
     """bradley_terry: assumed probability that a label is wrong and the rejected response is better, as in conservative
     DPO."""
     top: Annotated[Positive | None, only_with(".loss", "plackett_luce")] = None
-    """plackett_luce: number of first places of a list that the loss uses. 1: only which response is the best. null: the
-    whole order."""
+    """plackett_luce: number of top places of a list whose order the loss uses. 1: only which response is the best.
+    null: the whole order."""
 
 
 @section
@@ -140,15 +149,15 @@ class DPOConfig:
     """Direct preference optimization (`megatron-rl dpo`) on the preferences in data.path."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "robust", "kto"] = "sigmoid"
-    """Preference loss. `sigmoid`: the loss of the DPO paper; `ipo`: squared error between the difference and 1 / (2
-    beta); `hinge`: SLiC's loss; `robust`: sigmoid loss that stays unbiased if a share label_smoothing of the labels is
-    wrong; `kto`: loss of single labeled responses, or of both responses of a pair."""
+    """Preference loss. `sigmoid`: the loss of the DPO paper; `ipo`: squared error between the difference of the two
+    log-ratios and 1 / (2 beta); `hinge`: SLiC's loss; `robust`: a sigmoid loss that stays unbiased if the share of
+    wrong labels is label_smoothing; `kto`: a loss of single labeled responses, or of both responses of a pair."""
     beta: PositiveFloat = 0.1
     """Strength of the implied KL penalty: a larger value keeps the policy nearer to the reference model."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), only_with(".loss", "sigmoid", "robust")] = 0.0
     """Share of the pairs whose labels are assumed to be swapped. With loss `sigmoid` this is conservative DPO."""
     length_normalized: Annotated[bool, not_with(".loss", "kto", example="sigmoid")] = False
-    """Use the mean log-ratio of a response's tokens instead of their sum."""
+    """Use the mean of the log-ratios of a response's tokens instead of their sum."""
     sft_coefficient: NonNegativeFloat = 0.0
     """Weight of an additional loss: the negative log-likelihood of the chosen responses, as a mean over their tokens."""
     desirable_weight: Annotated[PositiveFloat, only_with(".loss", "kto")] = 1.0
@@ -158,7 +167,8 @@ class DPOConfig:
     reference: str | None = None
     """Hugging Face folder of the reference model; by default model.path."""
     precompute_reference: bool = False
-    """Compute the reference model's log-probs of all responses before the first step, then free its memory."""
+    """Compute the reference model's log-probs of all responses before the first step, then free the memory of the
+    reference model."""
 
 
 @section
@@ -173,8 +183,8 @@ class CriticConfig:
     freeze: list[str] = dataclasses.field(default_factory=list)
     """Weights of the critic that are not trained; see model.freeze."""
     clip: PositiveFloat | None = 0.2
-    """PPO's clip of values. A value gets no gradient once the updates of the step have moved it towards its return by
-    more than this. null: no limit."""
+    """Limit on the change of a value during a step (PPO's value clip). A value gets no gradient once the updates of the
+    step have moved it toward its return by more than this limit. null: no limit."""
     warmup_steps: Count = 0
     """Number of first steps in which only the critic is trained, not the policy."""
 
@@ -185,33 +195,34 @@ class DistillationConfig:
 
     teacher: str | None = None
     """Hugging Face folder of the teacher, of any size and family, with the model's tokenizer. The trainer's processes
-    run the teacher in their own parallel layout. null: no such teacher."""
+    run the teacher in their own parallel layout. null: the trainer's processes run no teacher."""
     address: str | None = None
-    """SGLang server of the teacher (http://host:port), instead of `teacher`. It returns the log-probs of the sampled
-    tokens, for placement `advantage`."""
+    """SGLang server of the teacher (http://host:port), instead of `teacher`. The server returns the log-probs of the
+    sampled tokens, for placement `advantage`."""
     api_key: Secret | None = None
-    """Place of that server's API key: env:NAME or file:PATH."""
+    """Reference to the API key of the teacher's server: env:NAME or file:PATH."""
     recorded: bool = False
-    """Learn from the teacher's log-probs that the demonstrations contain (rollout.demonstrations.top_log_probs),
-    instead of a running teacher. The loss is the divergence over the recorded tokens plus one class for all other
-    tokens. Only for sft, with direction `forward` or `reverse`."""
+    """Learn from the teacher's log-probs that are recorded in the demonstrations
+    (rollout.demonstrations.top_log_probs). No teacher runs. The loss is the divergence over the recorded tokens plus
+    one class for all other tokens. Only for sft, with direction `forward` or `reverse`."""
     placement: Literal["loss", "advantage"] = "loss"
-    """`loss`: add the divergence between the two whole distributions at each token to the loss, computed in chunks.
-    `advantage` (train only): add log teacher - log policy of the sampled token to its advantage, so that updates lower
-    the reverse KL."""
+    """`loss`: add a term to the loss, the divergence between the whole distributions of teacher and model at each
+    token, computed in chunks. `advantage` (train only): add log teacher - log policy of each sampled token to the
+    advantage of this token, so that updates lower the reverse KL."""
     direction: Annotated[Literal["forward", "reverse", "jensen_shannon"], only_with(".placement", "loss")] = "forward"
     """Divergence of the loss. `forward`: KL(teacher || model); `reverse`: KL(model || teacher); `jensen_shannon`: KL of
-    both to their mixture (GKD)."""
+    both models to their mixture (GKD)."""
     mix: Annotated[float, Field(gt=0, lt=1), only_with(".direction", "jensen_shannon")] = 0.5
     """jensen_shannon: weight of the teacher in the mixture."""
     temperature: Annotated[PositiveFloat, only_with(".placement", "loss")] = 1.0
-    """Temperature that divides the logits of model and teacher in the loss. The divergence is multiplied by the square
-    of the temperature (Hinton et al. 2015)."""
+    """Temperature that divides the logits of model and teacher in the loss. The loss multiplies the divergence by the
+    square of the temperature (Hinton et al. 2015)."""
     coefficient: NonNegativeFloat = 1.0
     """Weight of the teacher's divergence, in the loss or in the advantage."""
     feature_layers: list[tuple[Count, Count]] = dataclasses.field(default_factory=list)
-    """Pairs (layer of the model, layer of the teacher) of decoder layers, counted from 0. A loss pulls the outputs of
-    the two layers together at the trained tokens. Both models must have the same hidden size."""
+    """Pairs (layer of the model, layer of the teacher) of decoder layers, counted from 0. A loss term reduces the
+    difference between the outputs of the two layers at the trained tokens. Both models must have the same hidden
+    size."""
     feature_loss: Annotated[Literal["mse", "cosine"], only_with(".feature_layers", example=[[0, 0]])] = "mse"
     """Loss of feature_layers: `mse`: mean squared difference of the outputs; `cosine`: 1 - cosine similarity."""
     feature_coefficient: Annotated[NonNegativeFloat, only_with(".feature_layers", example=[[0, 0]])] = 1.0
@@ -227,16 +238,16 @@ class PruningConfig:
 
     enabled: bool = False
     """Turn on vocabulary pruning. SGLang and the trainer both restrict the policy to tokens whose probability is at
-    least rho times that of the likeliest token, and renormalize. Tail tokens are neither sampled nor trained. The
-    paper's veto has its own key: correction.veto: 1e-4."""
+    least rho times that of the likeliest token, and renormalize. Tail tokens are neither sampled nor trained. The veto
+    of the paper "Taming the Tail" is a separate key: correction.veto: 1e-4."""
     rho: Annotated[float, Field(gt=0, le=1), only_with_any(".enabled", ".measure")] = math.exp(-13)
     """Smallest probability that a token may have, as a multiple of the likeliest token's probability; by default e^-13
     = 2.26e-6."""
     engine_rho: Annotated[Annotated[float, Field(gt=0, le=1)] | None, only_with(".enabled")] = None
     """rho of the SGLang servers; null: the same as rho. A larger value keeps SGLang from sampling tokens that the
-    trainer's set lacks."""
+    trainer prunes."""
     measure: Annotated[bool, not_with(".enabled")] = False
-    """Log the metric mismatch/kl_safe without pruning: the mismatch on those sampled tokens that rho would keep."""
+    """Without pruning, log the metric mismatch/kl_safe: the mismatch on those sampled tokens that rho would keep."""
 
 
 @section
@@ -244,23 +255,23 @@ class CorrectionConfig:
     """Correction of the mismatch between SGLang's log-probs and the trainer's."""
 
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
-    """Weight of a token in the loss, from its ratio r = trainer / SGLang. `none`: 1; `truncate` (TIS): min(r, high);
-    `mask` (MIS): r if low <= r <= high, else 0; `clip`: r clamped to [low, high]."""
+    """Weight of a token in the loss, from the ratio r of its probability in the trainer to that in SGLang. `none`: 1;
+    `truncate` (TIS): min(r, high); `mask` (MIS): r if low <= r <= high, else 0; `clip`: r clamped to [low, high]."""
     level: Annotated[Literal["token", "sequence", "geometric"], only_with(".mode", "mask", "truncate", "clip")] = (
         "token"
     )
     """Ratio that `mode` uses: the token's own ratio, the ratio of the whole response, or the geometric mean of the
     ratios of the response."""
     low: Annotated[NonNegativeFloat | None, only_with(".mode", "mask", "clip")] = None
-    """Lower bound of the ratio itself, a number below 1: 0.8 for a threshold of 0.2."""
+    """Lower bound of the ratio itself, a number below 1: to allow ratios down to 0.2 below 1, set 0.8."""
     high: Annotated[PositiveFloat | None, only_with(".mode", "mask", "truncate", "clip")] = None
     """Upper bound of the ratio itself, a number above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Drop a response from the update if the ratio of one of its tokens is below this. The paper uses 1e-4. null: no
-    veto."""
+    """Smallest ratio of a single token that is allowed: if a token's ratio is below this, the update drops the whole
+    response. The paper "Taming the Tail" uses 1e-4. null: no veto."""
     reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
-    """Statistic for dropping what differs too much between SGLang and the trainer (limit: reject_above).
-    `abs_log_ratio`: |log r|; `k2`: (log r)^2 / 2; `k3`: r - 1 - log r."""
+    """Statistic of the mismatch of a token, with r = trainer / SGLang. Tokens or responses above the limit reject_above
+    are dropped. `abs_log_ratio`: |log r|; `k2`: (log r)^2 / 2; `k3`: r - 1 - log r."""
     reject_level: Annotated[
         Literal["token", "sequence", "geometric"], only_with(".reject", "k3", "k2", "abs_log_ratio")
     ] = "geometric"
@@ -269,43 +280,44 @@ class CorrectionConfig:
     reject_above: Annotated[PositiveFloat | None, only_with(".reject", "k3", "k2", "abs_log_ratio")] = None
     """Largest value of the statistic `reject` that is kept."""
     denominator: Literal["sampled", "kept_sequences", "kept_tokens", "weights"] = "kept_tokens"
-    """Denominator of the loss. `sampled`: all tokens of the responses, dropped ones included, which shrinks the
-    gradient; `kept_sequences`: the tokens of responses that neither veto nor reject dropped whole (as in the paper);
-    `kept_tokens`: the tokens whose weight is not 0; `weights`: the sum of the weights (self-normalized), also for KL
-    and entropy."""
+    """Denominator of the loss. `sampled`: all tokens of the responses, dropped ones included, so that dropping shrinks
+    the gradient; `kept_sequences`: the tokens of all responses that neither veto nor reject dropped as a whole (as in
+    "Taming the Tail"); `kept_tokens`: the tokens whose weight is not 0; `weights`: the sum of the weights
+    (self-normalized), also for KL and entropy."""
     bypass: bool = False
-    """Compute the loss's ratio against SGLang's log-probs instead of the trainer's old log-probs: one ratio then covers
-    both mismatch and policy change."""
+    """Compute the loss's ratio against SGLang's log-probs instead of the trainer's old log-probs. One ratio then covers
+    both the mismatch and the change of the policy."""
 
 
 PREDICTING: tuple[Literal["pr2", "pr3"], ...] = ("pr2", "pr3")
-"""Sources of routes (routing.source) that have predictors."""
+"""Sources of routes (values of routing.source) that use route predictors."""
 FROM_ENGINE: tuple[Literal["r3", "pr3"], ...] = ("r3", "pr3")
-"""Sources of routes that SGLang returns with its responses."""
+"""Sources of routes (values of routing.source) for which SGLang returns the routes with its responses."""
 
 
 @section
 class RoutingConfig:
-    """Replay of expert choices, and the predictors that anticipate them."""
+    """Replay of routes (the chosen experts of each token), and the predictors of later routes."""
 
     source: Literal["none", "r2", "r3", "pr2", "pr3"] = "none"
     """Source of a token's experts while the trainer learns from the token. `none`: the router chooses again in each
-    pass; `r2`: replay the routes of the log-prob pass before the first update; `r3`: replay the routes of SGLang;
-    `pr2`: like r2, but recorded by routers that predict how updates will move them; `pr3`: like pr2, but recorded in
-    SGLang."""
+    forward pass; `r2`: replay the routes of the log-prob pass before the first update; `r3`: replay the routes of
+    SGLang; `pr2`: like r2, but recorded by routers that predict how the updates will change their choices; `pr3`: like
+    pr2, but recorded in SGLang."""
     predictor_loss: Literal["kl", "delta"] = "kl"
     """Loss of the predictors. `kl`: KL divergence from the current router; `delta`: squared error of the change in the
     router's logits."""
     predictor_horizon: Literal["constant", "scaled"] = "scaled"
-    """How far predictors look ahead. `constant` (the paper): one bias for all updates of a rollout batch; `scaled`:
-    proportional to the number of updates before an update, so 0 for the first, with the same average. SGLang's
-    predictor (pr3) always looks ahead by the average."""
+    """Distance that predictors look ahead. `constant` (the Pr2 paper): one bias for all updates of a rollout batch;
+    `scaled`: a bias proportional to the number of earlier updates of the rollout batch. It is 0 for the first update
+    and has the same average. SGLang's predictor (pr3) always looks ahead by the average."""
     predictor_lr_multiplier: PositiveFloat = 0.1
     """Learning rate of the predictors, as a multiple of optimizer.lr."""
     predictor_decay: Fraction = 0.01
-    """Share of a predictor that decays at each of its updates, because routers do not drift in one direction forever;
-    Adam then has no momentum for predictors. 0 (the paper): no decay, and the optimizer's momentum. Predictors can
-    reach at most multiplier / decay updates of a router ahead, and they need (updates_per_step - 1) / 2."""
+    """Share by which a predictor's weights shrink at each of its updates, because routers do not drift in one direction
+    forever. With decay, the predictors' Adam has no momentum. 0 (the Pr2 paper): no decay, and the momentum of the
+    section optimizer. Predictors can look ahead at most predictor_lr_multiplier / predictor_decay router updates, and
+    need to look ahead (updates_per_step - 1) / 2."""
     cached_tokens: Positive = 1024
     """Number of evenly spaced tokens of each response whose router inputs and logits are kept for predictors and
     metrics."""
@@ -313,11 +325,11 @@ class RoutingConfig:
     """With r3, also use SGLang's gate values in the forward pass. Gradients still flow through the trainer's own gates
     (straight-through)."""
     give_up_below: Annotated[Fraction, only_with(".source", "r3")] = 0.0
-    """With r3: do not replay an expert if its trainer gate is below this fraction of the weakest gate among the
-    trainer's own choices; use the trainer's next choice instead. 0: replay all experts."""
+    """With r3: do not replay an expert if the trainer's gate for it is below this fraction of the weakest gate among
+    the trainer's own choices. The trainer's next choice then replaces this expert. 0: replay all experts."""
     features: Annotated[Literal["trainer", "engine"], only_with(".source", "pr3")] = "trainer"
-    """Training data of Pr3's predictors. `trainer`: the trainer's log-prob pass over the replayed routes; `engine`: the
-    router inputs and logits that SGLang recorded."""
+    """Training data of Pr3's predictors. `trainer`: router inputs and logits of the trainer's log-prob pass with the
+    replayed routes; `engine`: router inputs and logits that SGLang recorded."""
 
 
 @section
@@ -327,51 +339,53 @@ class VP2OConfig:
     enabled: bool = False
     """Measure co-activation and prototypes of the experts, and replace expert gradients by the transformed gradients."""
     coactivation: Literal["hard", "soft"] = "hard"
-    """Measure of how often two experts are active together (Eq. 6). `hard`: the tokens that go to both; `soft`: the
-    product of their shares in the router's distribution over all experts, which also distinguishes experts that never
-    meet."""
+    """Measure of how often two experts are active together (Eq. 6). `hard`: the share of tokens that go to both
+    experts; `soft`: the mean product of their probabilities in the router's distribution over all experts. `soft` also
+    distinguishes experts that are never active on the same token."""
     neighbors: Annotated[Positive | None, not_with(".attract_above")] = None
-    """Attraction: number of experts whose gradients an expert follows, namely itself and the experts most often active
-    on the same tokens. 1: only its own gradient. By default a quarter of the experts, at least 2 and at most 4 (1 if
-    there are fewer than 4 experts)."""
+    """Attraction: number of experts whose gradients an expert follows: the expert itself and the experts most often
+    active on the same tokens. 1: only its own gradient. By default a quarter of the experts, at least 2 and at most 4
+    (1 if there are fewer than 4 experts)."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Instead of neighbors: an expert follows all experts that share at least this fraction of tokens with it."""
+    """Instead of neighbors: an expert follows all experts that are active together with it on at least this fraction of
+    tokens."""
     attraction: Annotated[Literal["kernel", "mean"], not_with(".neighbors", 1, example=2)] = "kernel"
-    """Weights of the neighbors' gradients. `kernel`: kernel / number of neighbors, as in the paper; they scale with 1 /
-    temperature. `mean`: a weighted mean with the positive kernels divided by their sum; the temperature has no effect."""
+    """Weights of the neighbors' gradients. `kernel`: kernel value / number of neighbors, as in the paper; these weights
+    scale with 1 / temperature. `mean`: positive kernel values divided by their sum; the temperature has no effect."""
     inactive_neighbors: Annotated[Positive | None, not_with(".repel_below")] = None
-    """Repulsion: number of experts from whose prototypes an expert's prototype is pushed away, namely those most rarely
+    """Repulsion: number of experts from whose prototypes an expert's prototype is pushed away: the experts most rarely
     active on the same tokens. By default a quarter of the experts, at least 1 and at most 4."""
     repel_below: Fraction | None = None
-    """Instead of inactive_neighbors: an expert is pushed away from all experts that share at most this fraction of
-    tokens with it."""
+    """Instead of inactive_neighbors: an expert is pushed away from all experts that are active together with it on at
+    most this fraction of tokens."""
     repulsion: NonNegativeFloat = 0.1
-    """Weight of the repulsion (lambda_rep); 0: none."""
+    """Weight of the repulsion (lambda_rep). 0: no repulsion."""
     repulsion_scale: Annotated[Literal["absolute", "relative"], not_with(".repulsion", 0.0, example=0.1)] = "relative"
-    """Scale of the repulsion. `relative`: in each layer its norm is `repulsion` times the norm of the attraction of the
-    output projections. `absolute`: as in the paper; its size relative to the policy gradient then depends on the size
-    of weights and losses, and may be many times larger."""
+    """Scale of the repulsion. `relative`: the norm of the repulsion in a layer is `repulsion` times the norm of the
+    attraction of the layer's output projections. `absolute`: no scaling, as in the paper. The sizes of weights and
+    losses then determine the repulsion's size relative to the policy gradient, and it may be many times larger."""
     temperature: PositiveFloat | None = None
     """T0: the temperature of the kernel is T0 / number of experts. By default T0 is the number of experts, so that the
-    kernel of an expert with itself is 1. It scales the attraction by kernels and the absolute repulsion alike."""
+    kernel of an expert with itself is 1. T0 scales both the attraction `kernel` and the repulsion scale `absolute`."""
     power_iterations: Positive = 32
     """Number of power iterations that compute a prototype."""
     orthogonality: NonNegativeFloat = 0.01
-    """Weight of the loss that makes the outputs of a token's experts orthogonal, as a mean over tokens and a sum over
-    layers; 0: none."""
+    """Weight of the loss that makes the outputs of a token's experts orthogonal. The loss is a mean over tokens and a
+    sum over layers. 0: no such loss."""
     orthogonality_form: Annotated[Literal["cosine", "projection"], not_with(".orthogonality", 0.0, example=0.01)] = (
         "cosine"
     )
-    """Form of that loss. `cosine`: mean of cos^2 over the pairs of a token's experts, at most 1. `projection`: a sum
-    over pairs, as in the paper; it has no bound, and with many active experts can outweigh the policy loss many times."""
+    """Form of the orthogonality loss. `cosine`: mean of cos^2 over the pairs of a token's experts, at most 1.
+    `projection`: a sum over pairs, as in the paper. This sum has no bound; with many active experts it can be many
+    times larger than the policy loss."""
     orthogonality_tokens: Annotated[Positive, not_with(".orthogonality", 0.0, example=0.01)] = 128
-    """Number of evenly spaced tokens of a micro-batch on which the loss is measured. Each layer keeps the expert
-    outputs of these tokens in memory."""
+    """Number of evenly spaced tokens of a micro-batch on which the orthogonality loss is measured. Each layer keeps the
+    expert outputs of these tokens in memory."""
     trust_region: PositiveFloat | None = None
-    """kappa (0 to 2): limit on how far an update may move the router-weighted prototypes of a layer from those of
+    """Limit kappa (0 to 2) on how far an update may move the router-weighted prototypes of a layer from those of
     SGLang's weights. null: no limit."""
     on_violation: Annotated[Literal["reject", "backtrack"], only_with(".trust_region", example=0.1)] = "reject"
-    """Treatment of an update beyond the trust region. `reject`: skip the update; `backtrack`: halve its learning rate
-    until it fits."""
+    """Treatment of an update beyond the trust region. `reject`: skip the update; `backtrack`: halve the learning rate
+    of the update until it stays within the region."""
     probe_tokens: Annotated[Positive, only_with(".trust_region", example=0.1)] = 256
     """Number of evenly spaced tokens of a rollout batch, on each process, on which the trust region compares routers."""

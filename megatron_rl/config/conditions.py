@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "sample"]
-"""Kinds of runs. sample (eval, rollout) only asks SGLang. All kinds except sample and quantize build the trainer; prune
-and score (eval.likelihood) use it for forward passes only."""
+"""Kinds of runs. A run of kind `sample` (the commands eval and rollout) only sends requests to SGLang. All kinds except
+sample and quantize build the trainer; prune and score (eval.likelihood) use it for forward passes only."""
 LEARNING: tuple[Kind, ...] = ("train", "sft", "reward", "dpo")
 """Kinds that train. The other kinds accept the config of any run unchanged."""
 
@@ -25,10 +25,10 @@ class ReadBy:
 class Condition:
     """A condition on other keys, without which a key is not read.
 
-    keys: dotted names from the root; a name that begins with a dot is in the same section. One of the keys must be
-    set. values: allowed values of the first key; empty: any value except its default. excluded: invert the condition:
-    the key must not have these values, or must have its default if `values` is empty. example: a value for the remedy
-    in the message.
+    keys: dotted names from the root; a name that begins with a dot is in the same section. At least one of these keys
+    must be set. values: allowed values of the first key; empty: any value except its default. excluded: invert the
+    condition: the key must not have these values, or must have its default if `values` is empty. example: a value for
+    the remedy in the message.
     """
 
     keys: tuple[str, ...]
@@ -43,7 +43,7 @@ class Condition:
         return f"{'not ' if self.excluded else 'only '}with {where}"
 
     def problem(self, config: Any, key: str) -> str | None:
-        """Return why `key` is not read, and the remedy; None if it is read."""
+        """Return why `key` is not read, and how to correct this; None if `key` is read."""
         names = [f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name for name in self.keys]
         found = [value_at(config, name) for name in names]
         if self.values:
@@ -93,7 +93,7 @@ class Declared:
 
 
 def declarations(section: type) -> dict[str, tuple[ReadBy | Condition, ...]]:
-    """Return the declarations of a section's fields by field name, for fields that have any."""
+    """Return the declarations (ReadBy and Condition) of a section's fields by name, for fields that have any."""
     hints = typing.get_type_hints(section, include_extras=True).items()
     found = {name: getattr(kind, "__metadata__", ()) for name, kind in hints}
     return {name: kept for name, all_ in found.items() if (kept := tuple(m for m in all_ if _is_ours(m)))}

@@ -1,7 +1,7 @@
 """The tree of all config keys, as frozen dataclasses. `megatron_rl.config.load` reads it.
 
-Users give sizes once, in prompts and samples (`batch`). `megatron_rl.config.plan` derives all other sizes, and the
-run prints them at its start.
+Users give sizes once, in prompts and samples (`batch`). `megatron_rl.config.plan` derives all other sizes, and each run
+prints the derived sizes at its start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_rl.config.section import Count, Positive, PositiveFloat, RunName, 
 
 @section
 class CheckpointConfig:
-    """When checkpoints are written, and which are kept."""
+    """Checkpoints: how often they are written, and which are kept."""
 
     every: Count = 0
     """Number of steps between checkpoints; 0: save only at the end."""
@@ -61,7 +61,7 @@ class CheckpointConfig:
 
 @section
 class LoggingConfig:
-    """Logs and the report."""
+    """Logs, metrics and the report."""
 
     progress: bool = True
     """Print progress on the terminal."""
@@ -73,14 +73,14 @@ class LoggingConfig:
     """Port on rank 0's machine where Prometheus reads the newest metrics, as megatron_rl_metric{run, metric}. null:
     none."""
     prometheus_address: str = "127.0.0.1"
-    """Address on rank 0's machine for that port; 0.0.0.0: all addresses. An address that other machines can reach needs
-    logging.prometheus_api_key."""
+    """Address on rank 0's machine at which prometheus_port is open; 0.0.0.0: all addresses. An address that other
+    machines can reach needs logging.prometheus_api_key."""
     prometheus_api_key: Secret | None = None
-    """Place of the key that Prometheus has to send (authorization.credentials in its configuration): env:NAME or
+    """Reference to the key that Prometheus has to send (authorization.credentials in its configuration): env:NAME or
     file:PATH."""
     samples: Count = 8
-    """Number of rollouts of each step that are kept for the report: those with the highest rewards, the most frequent,
-    and others of different prompts."""
+    """Number of rollouts of each step that are kept for the report: those with the highest rewards, the most frequent
+    ones, and others from different prompts."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)
     """Steps for which rank 0 writes a torch profiler trace, as profile/step_N.json.gz in the run's folder."""
 
@@ -129,8 +129,8 @@ class Config:
     quantize: Annotated[QuantizeConfig, read_by("quantize")] = QuantizeConfig()
     logging: LoggingConfig = LoggingConfig()
     hooks: Annotated[list[str], read_by("train")] = dataclasses.field(default_factory=list)
-    """Further hooks of the update, after those that the config turns on: functions or classes of your own, module:name
-    or path/to/file.py:name, that create an UpdateHook from the config (see CONTRIBUTING.md)."""
+    """Your own hooks of the update, which run after the hooks that the config turns on (see CONTRIBUTING.md). Each is a
+    function or class that creates an UpdateHook from the config, given as module:name or path/to/file.py:name."""
 
     @property
     def run_dir(self) -> Path:
@@ -139,7 +139,7 @@ class Config:
 
     @property
     def zero_truncated(self) -> bool:
-        """True if a response that a limit ended gets a reward of 0 whatever it contains."""
+        """True if a response that a limit ended gets a reward of 0, whatever the response contains."""
         return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
 
     @property

@@ -65,7 +65,7 @@ KNOWN_AS = {
     "wandb_project": "use logging.trackers: [wandb] and logging.project",
     "min_p": "use pruning.rho with pruning.enabled: true; leave it out instead of 0",
 }
-"""Key (its last part) of other libraries -> hint in the error message."""
+"""Last part of a key that other libraries use -> hint in the error message."""
 RENAMED_KEYS = {
     "rollout.replay": "rollout.load",
     "sync.refresh.calm": "sync.refresh.hysteresis",
@@ -116,9 +116,9 @@ def _check_values(values: dict, source: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader with the numbers of YAML 1.2: 1e-6 is a number, 010 is ten and 2:4 is a text.
+    """YAML loader that reads numbers as in YAML 1.2: 1e-6 is a number, 010 is ten and 2:4 is a text.
 
-    PyYAML follows YAML 1.1 and reads these as a text, eight and 124.
+    PyYAML follows YAML 1.1 and reads 1e-6 as a text, 010 as eight and 2:4 as 124.
     """
 
 
@@ -133,7 +133,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """Return the integer of 0o10, 0x8, 0b1000 or 8. 1_000 is 1000: YAML 1.2 lacks this form, but configs use it."""
+    """Return the integer that a YAML node such as 0o10, 0x8, 0b1000 or 8 holds.
+
+    1_000 is 1000: YAML 1.2 lacks this form, but configs use it.
+    """
     text = str(loader.construct_scalar(node)).replace("_", "")
     return int(text, 0 if text.lstrip("+-")[1:2] in ("b", "o", "x") else 10)
 
@@ -142,7 +145,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 class _GivenTwice(yaml.MarkedYAMLError):
-    """A key that occurs twice in a mapping: YAML forbids it, but PyYAML keeps the last value."""
+    """Error for a key that occurs twice in a mapping. YAML forbids this, but PyYAML keeps the last value."""
 
 
 def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = None) -> None:
@@ -167,7 +170,7 @@ def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = Non
 
 
 def yaml_problem(error: Exception) -> str:
-    """Return the problem and its place on one line, without the text of the file, which may contain a secret."""
+    """Return the problem and its position on one line, without the text of the file, which may contain a secret."""
     if isinstance(error, _GivenTwice):
         return str(error.problem)
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -197,9 +200,9 @@ _NULL = ("null", "~", "")
 def _parse_value(text: str, kind: Any) -> Any:
     """Read a value of the command line. kind: type of the key; None for keys that a task or a tool defines itself.
 
-    For a key of type text the value is exactly what was typed; null means none if the key may be none. A list of
-    texts is YAML in brackets, or a,b. All other values are YAML. For keys that a task or tool defines, a value that
-    YAML reads as a text is also exactly what was typed.
+    For a key of type text, the value is exactly the typed text; null means none if the key may be none. A list of texts
+    is YAML in brackets, or a,b. All other values are YAML. For a key that a task or tool defines, the value is also the
+    typed text if YAML reads it as a text.
     """
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in kinds and text in _NULL:
@@ -251,8 +254,8 @@ def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
     """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` describes the values.
 
     onto: content of the config file, whose values the command line overrides: {} empties a mapping, and keys below a
-    mapping add to it. If a key occurs twice the last value counts, so that scripts can set defaults that their caller
-    may override.
+    mapping add to it. If a key occurs twice, the last value counts. Scripts can therefore set defaults that their
+    caller may override.
     """
     tree = copy.deepcopy(onto or {})
     items = iter(arguments)
@@ -326,7 +329,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML writer that quotes a text if YAML 1.1 or 1.2 reads it as a number.
+    """YAML writer that quotes each text that YAML 1.1 or 1.2 would read as a number.
 
     An example is 0809: no number in YAML 1.1, but 809 for `_Loader`.
     """
@@ -339,7 +342,7 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 class _Blocks(_Dumper):
-    """Writes texts of several lines as blocks, and no anchors."""
+    """YAML writer that writes texts of several lines as blocks, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -352,7 +355,7 @@ _Blocks.add_representer(
 
 
 def dump_yaml(*documents: Any) -> str:
-    """Return plain values as YAML, one document each. YAML 1.1 and 1.2 read the same numbers and texts from it."""
+    """Return plain values as YAML, one document each. Readers of YAML 1.1 and of 1.2 get the same numbers and texts."""
     return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -367,7 +370,7 @@ def to_yaml(config: Config) -> str:
 
 
 FREE = ("steps", "runs_dir", "name")
-"""Keys whose change is not reported."""
+"""Keys whose changes `changed_keys` does not report."""
 
 
 def changed_keys(file: Path, now: str) -> list[str]:

@@ -16,9 +16,9 @@ class ModelConfig:
     """The policy model, its kernels and its memory use."""
 
     path: str = ""
-    """Hugging Face folder of the model: config.json, safetensors, tokenizer. It is read at the start and never written.
-    Or an id on the Hugging Face Hub, owner/name or owner/name@revision (branch, tag or commit), which is downloaded;
-    the run keeps the commit of its first download. All other keys for models accept the same."""
+    """Hugging Face folder of the model: config.json, safetensors, tokenizer. The folder is read at the start and never
+    written. An id on the Hugging Face Hub is possible too: owner/name or owner/name@revision (branch, tag or commit).
+    The run downloads it, and keeps the commit of its first download. All other keys for models accept the same."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity). `full` recomputes every layer."""
     flash_attention: Literal["torch", "auto", "FA3", "FA4"] = "torch"
@@ -29,33 +29,36 @@ class ModelConfig:
     """Kernels on GPUs. `compiled`: stop with an error if the CUDA kernels of this package cannot run; `any`: use plain
     torch in that case, which is slower."""
     head_chunk_tokens: Positive = 2048
-    """Number of tokens whose logits are in memory at the same time. The output head needs this times the vocabulary
-    size in memory."""
+    """Number of tokens whose logits are in memory at the same time. The memory of the output head is proportional to
+    this number x the vocabulary size."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Megatron's method of sending tokens to their experts; `flex` needs DeepEP."""
     moe_router_fusion: bool = False
-    """Use Transformer Engine's fused router (GPUs). It cannot replay routes and needs routing.source = none."""
+    """Use Transformer Engine's fused router (GPUs). The fused router cannot replay routes and needs routing.source =
+    none."""
     moe_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss of each MoE layer, a mean over all tokens, prompts included. RL usually
-    keeps it at 0; SFT of an untrained router needs it. docs/how-it-works.md has the formula, and the difference from
-    Hugging Face's."""
+    keeps it at 0; SFT of an untrained router needs this loss. docs/how-it-works.md has the formula, and the difference
+    from Hugging Face's."""
     moe_z_loss: NonNegativeFloat = 0.0
     """Coefficient of the routers' z-loss: the mean over all tokens of logsumexp(logits)^2 in each MoE layer (ST-MoE:
     1e-3)."""
     moe_bias_update_rate: NonNegativeFloat = 0.0
-    """Load balancing without a loss, for models whose routers have a bias per expert (DeepSeek-V3: 1e-3). After each
-    update, biases of experts with more than the mean load fall by this amount and all others rise by it. Not in RL."""
+    """Step size of load balancing without a loss, for models whose routers have a bias per expert (DeepSeek-V3: 1e-3).
+    After each update, the biases of experts with more than the mean load fall by this amount, and all other biases rise
+    by it. RL refuses this key."""
     freeze: list[str] = dataclasses.field(default_factory=list)
-    """Weights that are not trained: glob patterns for the names of Megatron's parameters (in its layers without
+    """Weights that are not trained: glob patterns for the names of Megatron's parameters (as in its layers without
     Transformer Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*.
-    They have no gradient and no optimizer state; they are pushed to SGLang and saved like all others."""
+    Frozen weights have no gradient and no optimizer state; they are pushed to SGLang and saved like all others."""
     keep_zeros: bool | list[str] = False
-    """Keep weights at zero if they are zero when training starts, such as those removed by `megatron-rl prune`. true:
-    in all linear layers of attention, MLPs and experts. A list: in the layers whose names match these patterns (see
-    model.freeze). The critic's weights are not affected."""
+    """Keep weights at zero if they are zero when training starts, such as weights that `megatron-rl prune` set to zero.
+    true: in all linear layers of attention, MLPs and experts. A list: in the layers whose names match these patterns
+    (see model.freeze). The critic's weights are not affected."""
     attention_sinks: Literal["exact", "ignored"] = "exact"
-    """`ignored` (experiments only) simulates a trainer kernel without sink support: the trainer leaves the model's
-    attention sinks out and does not train them, while SGLang still uses them."""
+    """Attention sinks in the trainer. `exact`: as in the model; `ignored` (experiments only): the trainer leaves the
+    model's attention sinks out and does not train them, while SGLang still uses them. This simulates a trainer kernel
+    without sink support."""
 
 
 @section
@@ -65,29 +68,29 @@ class LoRAConfig:
     rank: Count = 0
     """Rank r of each adapter B A, with A [r, in] and B [out, r]. 0: no adapters, and all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters: each adds alpha / rank x B A x."""
+    """Scale of the adapters: each adapter adds alpha / rank x B A x to the output of its layer for the input x."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of an adapter's inputs in updates. In RL the sampling policy has no dropout, so keep it at 0."""
     targets: list[str] = dataclasses.field(
         default_factory=lambda: ["*.self_attention.linear_*", "*.mlp.linear_fc*", "*.mlp.*experts.*linear_fc*"]
     )
-    """Linear layers with an adapter: glob patterns for the names of their weights (see model.freeze). By default all of
-    attention and experts; *.mlp.router.* adds the routers."""
+    """Linear layers with an adapter: glob patterns for the names of their weights (see model.freeze). By default all
+    linear layers of attention, MLPs and experts; *.mlp.router.* adds the routers."""
     kind: Literal["lora", "dora"] = "lora"
     """`lora` (Hu et al. 2021), or `dora` (Liu et al. 2024), which also trains the norm of each row of the weights
     separately."""
     path: str | None = None
-    """Folder in PEFT's format with initial adapters. By default B is zero, so that training starts from the model
-    itself."""
+    """Folder in PEFT's format with initial adapters. By default B is zero, so that training starts from the unchanged
+    model."""
 
 
 @section
 class OptimizerConfig:
-    """The optimizer, its learning rate schedule and the place of its state."""
+    """The optimizer, its learning rate schedule, and the memory that holds its state."""
 
     name: Literal["adam", "sgd"] = "adam"
     """Optimizer. `adam`: AdamW (Loshchilov and Hutter 2019). `sgd`: stochastic gradient descent with momentum, as in
-    torch. sgd keeps one number per weight instead of two; Megatron does not shard its state, so it needs
+    torch. sgd keeps one number per weight instead of two. Megatron does not shard the state of sgd, so sgd needs
     parallel.distributed_optimizer: false."""
     lr: PositiveFloat = 1e-6
     """Learning rate after the warmup."""
@@ -98,7 +101,7 @@ class OptimizerConfig:
     momentum: Annotated[Fraction, only_with(".name", "sgd")] = 0.9
     """Decay factor of SGD's running sum of gradients at each update; 0: no momentum."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay: decoupled from the gradient with adam; added to the gradient, after clipping, with sgd."""
+    """Weight decay. adam: decoupled from the gradient; sgd: added to the gradient after clipping."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it. 0: no clipping."""
     warmup_steps: Count = 0
@@ -113,12 +116,12 @@ class OptimizerConfig:
         0.0
     )
     """Share of the optimizer state (fp32 weights and moments, 12 bytes per parameter) that is kept in host memory and
-    updated by the CPU. This share needs 16 bytes per parameter of host memory and no GPU memory. The model must train
+    updated by the CPU. This share needs 16 bytes per parameter of host memory, and no GPU memory. The model must train
     in a 16-bit format."""
     precision_aware: Annotated[bool, only_with(".name", "adam"), only_with("parallel.distributed_optimizer", True)] = (
         False
     )
-    """Use Transformer Engine's Adam that stores only those 16 bits of the fp32 weights that the bf16 weights lack.
+    """Use Transformer Engine's Adam, which stores only those 16 bits of each fp32 weight that the bf16 weight lacks.
     Results are the same; the state takes 10 bytes per parameter instead of 12."""
     moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam"), only_with(".precision_aware")] = "fp32"
     """Format of both moments of Adam. `bf16` needs precision_aware and reduces its 10 bytes per parameter to 6."""
@@ -129,20 +132,21 @@ class ParallelConfig:
     """Parallel layout of the trainer."""
 
     tensor: Positive = 1
-    """Tensor parallel size. A size above 1 also turns on sequence parallelism."""
+    """Tensor-parallel size. A size above 1 also turns on sequence parallelism."""
     pipeline: Positive = 1
-    """Pipeline parallel size."""
+    """Pipeline-parallel size."""
     virtual_pipeline: Positive = 1
     """Number of model chunks per pipeline stage. A number above 1 selects the interleaved schedule."""
     expert: Positive = 1
-    """Expert parallel size."""
+    """Expert-parallel size."""
     expert_tensor: Positive | None = None
-    """Tensor parallel size inside an expert. By default `tensor` if expert = 1, else 1."""
+    """Tensor-parallel size inside an expert. By default `tensor` if expert = 1, else 1."""
     context: Positive = 1
-    """Context parallel size."""
+    """Context-parallel size."""
     cp_comm_type: Literal["a2a", "all_gather"] = "a2a"
-    """Communication of attention between context-parallel ranks. `a2a`: exchange heads for tokens (less traffic; the
-    number of ranks must divide the number of heads); `all_gather`: gather keys and values (any number of heads)."""
+    """Communication of attention between context-parallel ranks. `a2a`: an all-to-all gives each rank all tokens of
+    some heads (less traffic; the number of ranks must divide the number of heads); `all_gather`: each rank gathers all
+    keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_param_gather: Annotated[bool, only_with(".distributed_optimizer", True)] = False
@@ -156,18 +160,18 @@ class PrecisionConfig:
     """Number formats of the trainer and of SGLang."""
 
     train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
-    """Format of the trainer's matrix products. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU. Without a
-    GPU, fp8_tensorwise and fp8_blockwise are simulated (fake quantization by ModelOpt). `megatron-rl doctor` lists the
-    formats that can run on this machine."""
+    """Format of the trainer's matrix multiplications. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU.
+    Without a GPU, fp8_tensorwise and fp8_blockwise are simulated (fake quantization by ModelOpt). `megatron-rl doctor`
+    lists the formats that can run on this machine."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are summed and reduced. `bf16` takes 2 bytes per parameter instead of 4, and rounds at
-    each micro-batch."""
+    """Format in which gradients are summed and reduced. `bf16` takes 2 bytes per parameter instead of 4, and rounds the
+    sum at each micro-batch."""
     rollout: Annotated[Literal["bf16", "fp32", "fp8"], read_by("train", "sample")] = "bf16"
-    """Format of SGLang's weights and products. `fp8`: weights are quantized in blocks of 128 x 128 when they are
-    pushed."""
+    """Format of SGLang's weights and matrix multiplications. `fp8`: each push of weights quantizes them in blocks of
+    128 x 128."""
     fp32_lm_head: bool = False
-    """Compute logits in fp32 on both sides, from unchanged hidden states and head weights. In bf16, neighboring logits
-    between 16 and 32 are 0.125 apart."""
+    """Compute logits in fp32, in SGLang and in the trainer, from unchanged hidden states and head weights. In bf16,
+    neighboring logits between 16 and 32 are 0.125 apart."""
     identical: bool = False
     """Compute with the same batch-invariant operators in SGLang and in the trainer, so that log-probs of the same
     weights and tokens are equal to the last bit. `megatron-rl certify` proves this for a model and a layout."""
@@ -175,33 +179,37 @@ class PrecisionConfig:
 
 @section
 class PruneConfig:
-    """Parts of the model that `megatron-rl prune` removes. The section pruning is about the vocabulary, in RL."""
+    """Parts of the model that `megatron-rl prune` removes.
+
+    The section `pruning` is a different feature: vocabulary pruning in RL.
+    """
 
     layers: Positive | None = None
-    """Number of decoder layers to keep: those that change the direction of their input most (block influence)."""
+    """Number of decoder layers to keep: the layers that change the direction of their input most (block influence)."""
     heads: Positive | None = None
-    """Number of query heads to keep in each layer, in whole groups with their key-value heads: those that contribute
-    most to the output."""
+    """Number of query heads to keep in each layer: the heads that contribute most to the output. Heads are kept in
+    whole groups with their key-value heads."""
     width: Positive | None = None
     """Number of inner channels to keep in each dense MLP."""
     experts: Positive | None = None
     """Number of experts to keep in each MoE layer."""
     expert_width: Positive | None = None
-    """Number of inner channels to keep in each expert. Shared experts keep proportionally more if they are wider."""
+    """Number of inner channels to keep in each expert. Wider shared experts keep proportionally more channels."""
     expert_importance: Literal["reap", "frequency"] = "reap"
-    """Importance of an expert. `reap`: mean of gate x norm of the expert's output over its tokens; `frequency`: number
-    of its tokens."""
+    """Importance of an expert. `reap`: mean of gate x norm of the expert's output, over the tokens of the expert;
+    `frequency`: number of these tokens."""
     channel_importance: Literal["activation", "wanda"] = "activation"
     """Importance of an inner channel. `activation`: mean |activation|; `wanda`: root mean square of the activation x
     norm of the weights that read it."""
     calibration_samples: Positive = 128
     """Number of demonstrations, or of pieces of texts, on which importance is measured."""
     sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"
-    """Zeros among the remaining weights. `unstructured`: a share `ratio` of each row; `N:M`, such as 2:4: all but N of
-    every M neighboring weights along a layer's input."""
+    """Pattern of zeros in the weights that remain. `unstructured`: a share `ratio` of each row is zero; `N:M`, such as
+    2:4: all but N of every M neighboring weights along a layer's input are zero."""
     method: Annotated[Literal["magnitude", "wanda", "sparsegpt"], only_with(".sparsity", example="'2:4'")] = "wanda"
-    """Choice of the weights that become zero. `magnitude`: the smallest; `wanda`: those with the smallest |W| x norm of
-    their input; `sparsegpt`: those whose loss the other weights can best compensate, which are then adjusted."""
+    """Choice of the weights that become zero. `magnitude`: the smallest weights; `wanda`: the weights with the smallest
+    |W| x norm of their input; `sparsegpt`: the weights whose removal the other weights can best compensate. sparsegpt
+    then adjusts the other weights."""
     ratio: Annotated[float, Field(gt=0, lt=1), only_with(".sparsity", "unstructured")] = 0.5
     """unstructured: share of the weights that become zero."""
     targets: Annotated[list[str], only_with(".sparsity", example="'2:4'")] = dataclasses.field(default_factory=list)
@@ -217,6 +225,6 @@ class QuantizeConfig:
     layer's inputs, from calibration. `int4`: weights only, with one scale per 128 inputs of an output, chosen for the
     smallest error on the calibration data."""
     calibration_samples: Positive = 128
-    """Number of demonstrations, or of pieces of texts, of the training data from which scales are computed."""
+    """Number of demonstrations, or of pieces of texts, from the training data. The scales are computed from them."""
     keep_layers: list[Count] = dataclasses.field(default_factory=list)
     """Decoder layers that are not quantized; 0 is the first."""

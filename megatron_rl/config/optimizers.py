@@ -1,4 +1,4 @@
-"""Optimizers that `optimizer.name` can select: their Megatron settings and the state that they keep per weight."""
+"""Optimizers that `optimizer.name` can select: their Megatron settings and the state that they keep for each weight."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from megatron_rl.config.model import OptimizerConfig
 class Optimizer:
     """An optimizer of Megatron-Core, which is built by its name in `OPTIMIZERS`.
 
-    The rule of its update is not described here: `StepPreview` lets the optimizer itself step on copies.
+    Its update rule is not described here: `StepPreview` lets the optimizer itself step on copies.
     """
 
     settings: Callable[[OptimizerConfig], dict[str, Any]]
     """Fields of Megatron's OptimizerConfig that only this optimizer has."""
     states: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Names of the tensors of a weight's size in the optimizer state: fp32, unless optimizer.moments says otherwise."""
+    """Names of the optimizer-state tensors that have the size of their weight. They are fp32, unless optimizer.moments
+    says otherwise."""
     classes: tuple[str, ...]
-    """Names of the classes whose state this package initializes for checkpoints; Megatron initializes the state of
-    others."""
+    """Names of the optimizer classes whose state this package initializes for checkpoints. Megatron initializes the
+    state of other classes."""
     counts_steps: bool
-    """True if these classes keep a step count, `step`, for each weight."""
+    """True if the optimizer classes keep a step count, `step`, for each weight."""
     sharded: bool
-    """True if Megatron's distributed optimizer supports it."""
+    """True if Megatron's distributed optimizer supports this optimizer."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {

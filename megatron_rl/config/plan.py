@@ -1,4 +1,4 @@
-"""Sizes derived from a config and a number of processes: data-parallel size, shares of ranks, batches. Only arithmetic."""
+"""Sizes derived from a config and a number of processes: data-parallel size, shares of ranks, batches. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ READ_ONLY = ("prune", "score", "quantize", "sample")
 
 
 def reference_of(path: str, dpo: DPOConfig, policy_reference: str | None, kind: Kind) -> str | None:
-    """Return the folder of the reference model that a run of this kind keeps beside its model from the first step; None: none.
+    """Return the folder of the reference model that a run of this kind loads at its start; None if it loads none.
 
-    path: folder of the model. policy_reference: see `Config.policy_reference`.
+    path: folder of the run's own model. policy_reference: see `Config.policy_reference`.
     """
     if kind == "dpo" and not dpo.precompute_reference:
         return dpo.reference or path
@@ -52,8 +52,8 @@ class Plan:
     model_parallel: int
     """Number of processes that hold one copy of the model: tensor x pipeline x context."""
     trajectories_per_leader: int
-    """Number of responses that a data-parallel leader asks for in one step, rounded down; some leaders ask for one
-    more."""
+    """Number of responses that the leader of a data-parallel rank asks for in one step, rounded down. Some leaders ask
+    for one more."""
     trajectories_per_step: int
     trajectories_per_update: int
     """Number of trajectories of one update, over all ranks."""
@@ -79,19 +79,20 @@ class Plan:
 
 
 def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Return the idle share of a pipeline stage's time in the passes of an update: (p - 1) / (m v + p - 1).
+    """Return the share of time that a pipeline stage is idle in the passes of an update: (p - 1) / (m v + p - 1).
 
     p: number of stages; m: micro-batches of an update on a data-parallel rank; v: virtual stages per stage (Narayanan
     et al. 2021, arXiv 2104.04473, section 2.2, which gives the idle time relative to the busy time: (p - 1) / (m v)).
-    All stages are assumed to take equally long. Interleaved schedules (v > 1) process micro-batches in rounds of p.
-    Empty micro-batches that fill up the last round count as work. A scoring pass (forward only) has the same share.
+    The passes are the forward and backward passes. All stages are assumed to take equally long. Interleaved schedules
+    (v > 1) process micro-batches in rounds of p. Empty micro-batches that fill up the last round count as work. A
+    scoring pass (forward only) has the same idle share.
     """
     filled = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
     return (stages - 1) / (filled * virtual + stages - 1)
 
 
 def total_updates(steps: int, batch: BatchConfig, advantage: str, critic: CriticConfig, kind: Kind) -> int:
-    """Return the number of updates of the model in a run, without steps that train only the critic.
+    """Return the number of updates of the model in a run. Steps that train only the critic are not counted.
 
     The learning rate schedule counts these updates.
     """
@@ -162,26 +163,32 @@ def share_of(total: int, rank: int, size: int) -> range:
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Return the tensor parallel size inside an expert: as configured, else the model's without expert parallelism, else 1."""
+    """Return the tensor-parallel size inside an expert.
+
+    This is the configured size. Without one, it is the model's size if there is no expert parallelism, else 1.
+    """
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return parallel.tensor if parallel.expert == 1 else 1
 
 
 def ratio_from_old(config: Config) -> bool:
-    """True if the policy's ratio starts from stored log-probs, not its own (one update: 1) or the engine's (bypass)."""
+    """Return True if the denominator of the policy's ratio is the stored log-probs.
+
+    Else the denominator is the policy's own log-probs (one update per step: the ratio is 1), or the engine's (bypass).
+    """
     return config.batch.updates > 1 and not config.correction.bypass
 
 
 def policy_needs(config: Config) -> frozenset[str]:
-    """Fields (`data.sequence.FIELDS`) that have to be computed before the updates of a policy."""
+    """Return the names of the fields (`data.sequence.FIELDS`) that are computed before the updates of a policy."""
     algorithm, teacher = config.algorithm, config.distillation
     of_tokens = algorithm.entropy_reward > 0 or (algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward")
     pays = teacher.placement == "advantage"
     wanted = {
         "old_log_probs": ratio_from_old(config) or of_tokens or (config.teaches and pays),
         "reference_log_probs": algorithm.kl.coefficient > 0,
-        "teacher_log_probs": teacher.teacher is not None and pays,  # a server has told them before
+        "teacher_log_probs": teacher.teacher is not None and pays,  # a teacher on a server gave them before
         "teacher_hidden": teacher.teacher is not None and teacher.placement == "loss",
     }
     return frozenset(name for name, needed in wanted.items() if needed)

@@ -1,4 +1,4 @@
-"""Reference of the config keys: type, default and meaning of each, read from the source of this package."""
+"""Reference of the config keys: type, default and meaning of each key, read from the source of this package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def all_keys() -> list[Row]:
 
 
 def _plain(annotation: ast.expr) -> str:
-    """Return a type without the conditions that are declared beside it."""
+    """Return the text of a type annotation without the conditions that are declared in it."""
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Annotated":
         return ast.unparse(annotation)
     kind, *metadata = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]

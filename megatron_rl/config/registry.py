@@ -1,4 +1,4 @@
-"""Names in a config: either built in, or the user's own as `module:name` or `path/to/file.py:name`."""
+"""Lookup of names in a config: a name is built in, or the user's own as `module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 

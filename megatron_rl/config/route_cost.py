@@ -9,10 +9,10 @@ def id_bytes(experts: int) -> int:
 
 
 class CacheCost(NamedTuple):
-    """Cost of Pr2 for one response, as in Table 3 of the paper."""
+    """Cost of Pr2 for one response, as in Table 3 of the Pr2 paper."""
 
     index_bytes: int
-    """Bytes of the replayed expert ids of all tokens."""
+    """Bytes of the replayed expert ids (routes) of all tokens."""
     feature_bytes: int
     """Bytes of the predictors' training data: router inputs (bf16) and logits (fp32) of the cached tokens."""
     flops_per_token: int
@@ -24,9 +24,10 @@ def cache_cost(
 ) -> CacheCost:
     """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E per token.
 
-    layers: number of layers with experts. tokens, cached_tokens: of one response. index_bytes: b, bytes of one expert id: 4 in
-    the paper (int32), 1 in this package (2 from 256 experts on). Errors: ValueError if a size is below 1, if topk is above
-    experts, or if there are more cached tokens than tokens.
+    layers: L, number of layers with experts. hidden: d. experts: E. topk: k. tokens: T, of one response. cached_tokens:
+    C, of one response. index_bytes: b, bytes of one expert id: 4 in the paper (int32), 1 in this package (2 from 256
+    experts on). Errors: ValueError if a size is below 1, if topk is above experts, or if there are more cached tokens
+    than tokens.
     """
     sizes = {"layers": layers, "hidden": hidden, "experts": experts, "topk": topk, "tokens": tokens}
     for name, size in {**sizes, "cached_tokens": cached_tokens, "index_bytes": index_bytes}.items():

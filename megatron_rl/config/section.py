@@ -24,13 +24,13 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Secret = Annotated[str, Field(pattern=r"^(env|file):.+")]
-"""Place of a secret: env:NAME or file:PATH (credentials.py)."""
+"""Reference to a secret: env:NAME or file:PATH (credentials.py)."""
 
 
 def _run_name(name: str) -> str:
     """Return `name` if it can be a folder below runs_dir. Code that uses the name elsewhere has to quote it."""
     parts = name.split("/")
-    odd = any(unicodedata.category(sign) in ("Cc", "Cs") for sign in name)  # control signs, halves of surrogate pairs
+    odd = any(unicodedata.category(sign) in ("Cc", "Cs") for sign in name)  # controls, halves of surrogate pairs
     if odd or len(name.encode()) > 200 or any(not p or p != p.strip() or p.startswith((".", "-")) for p in parts):
         raise PydanticCustomError(
             "run_name",
@@ -41,7 +41,10 @@ def _run_name(name: str) -> str:
 
 
 def job_name(name: str) -> str:
-    """Return a run's name as the name of a SLURM job and of its logs: SLURM gives some signs a meaning even in quotes."""
+    """Return a run's name as the name of a SLURM job and of its logs.
+
+    SLURM gives some characters a meaning even in quotes; these become '-'.
+    """
     return re.sub(r"[^\w .()+=,@-]", "-", name)
 
 
@@ -49,7 +52,7 @@ RunName = Annotated[str, AfterValidator(_run_name)]
 
 
 def _set_name(name: str) -> str:
-    """Return `name` if it can stand in metric names (eval/NAME/score) and in keys of the command line."""
+    """Return `name` if it can be part of metric names (eval/NAME/score) and of keys of the command line."""
     if not re.fullmatch(r"\w[\w+-]*", name) or name in ("agent", "reward"):
         raise PydanticCustomError(
             "set_name",

@@ -1,8 +1,8 @@
 """Assignment of a step's sequences to updates and data-parallel ranks, so that ranks have equal numbers of tokens per update.
 
-A rank waits for the slowest rank at the end of each update, and lengths of responses differ by orders of magnitude.
-Balancing is always on: the loss of an update is a sum over all ranks and does not depend on the assignment. Samples stay on
-the rank that sampled them for everything else (for example records).
+At the end of each update all ranks wait for the slowest one, and lengths of responses differ by orders of magnitude. Balancing
+is always on: the loss of an update is a sum over all ranks and does not depend on the assignment. For everything else (for
+example records), samples stay on the rank that sampled them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_rl.distributed.parallel import Ranks
 def partition(sizes: list[int], count: int) -> list[list[int]]:
     """Partition items of the given sizes into `count` bins with about equal sums. Indices ascend within a bin.
 
-    Karmarkar and Karp's largest differencing method ("The differencing method of set partitioning", 1982). It starts with one
-    partial solution for each item. It merges the two solutions with the largest differences between their bins: the fullest
-    bin of one solution joins the emptiest bin of the other. No bin is empty if there are at least `count` items.
+    This is Karmarkar and Karp's largest differencing method ("The differencing method of set partitioning", 1982). It starts
+    with one partial solution for each item. It repeatedly merges the two solutions whose bins differ most: the fullest bin of
+    one solution joins the emptiest bin of the other. No bin is empty if there are at least `count` items.
     """
     heap = []
     for index, size in enumerate(sizes):
@@ -34,7 +34,7 @@ def partition(sizes: list[int], count: int) -> list[list[int]]:
 
 
 def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
-    """Return the indices [updates][ranks] of a step's sequences.
+    """Return the indices of a step's sequences as a list for each update of a list for each rank.
 
     Each update gets a contiguous part of the sequences, independent of the number of ranks. The ranks of an update get about
     equal numbers of tokens.
@@ -46,10 +46,11 @@ def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[i
 
 
 def redistribute[S: Sequence](samples: list[S], updates: int, ranks: Ranks) -> list[list[S]]:
-    """Return lists [updates] of the sequences that this data-parallel rank trains on. Collective over all processes.
+    """Return, for each update, the sequences that this data-parallel rank trains on. Collective over all processes.
 
     samples: a leader's own sequences; the samples of other processes are ignored. The step's sequences are the samples of all
-    leaders, in the order of ranks. A sequence travels from leader to leader, and then to the other processes of the copy.
+    leaders, in the order of ranks. A sequence is sent from leader to leader, and then to the other processes of the model's
+    copy.
     """
     mine = samples if ranks.is_leader else []
     parts = ranks.gather_from_leaders([sample.inputs for sample in mine])

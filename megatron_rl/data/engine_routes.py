@@ -1,13 +1,14 @@
 """Decoding of the routed experts and router features in SGLang's replies into the tables that a trajectory carries.
 
-Weights behind a table, as found with SGLang 0.5.23: the engine keeps one row of experts per slot of its key-value cache and
-reads the rows when a request ends. A weight sync retracts all requests (`/pause_generation` with mode retract), also
+How SGLang 0.5.23 builds a table of routes, as we observed: the engine keeps one row of experts per slot of its key-value cache,
+and reads the rows when a request ends. A weight sync retracts all requests (`/pause_generation` with mode retract), also
 requests in the middle of a chunked prefill, and flushes the prefix cache. The engine then prefills a retracted request again
-under the new weights, with its prompt and all tokens so far, which replaces the rows of earlier tokens.
+under the new weights, with its prompt and all tokens so far. This replaces the rows of earlier tokens.
 
-So the whole table comes from the weights of the last response token, while log-probs of earlier tokens stay those of the
-weights that sampled these tokens. Features are taken when a token is sampled, and stay too. If an engine changes weights in
-another way (pause mode in_place, no flush), its tables mix rows of several weights, and replies do not tell which.
+So all routes of a table come from the weights that sampled the last response token. Log-probs of earlier tokens, however, stay
+those of the weights that sampled these tokens. Router features are recorded when a token is sampled, and do not change either.
+If an engine changes weights in another way (pause mode in_place, no flush), its tables mix rows of several weights, and replies
+do not tell which.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from megatron_rl.errors import UserError
 from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
-"""Integer types on the wire, the last one for models with more than 256 experts. If four-byte integers of another model were
-read as shorter ones, their zero bytes would name an expert twice, which `decode` refuses."""
+"""Integer types in replies; the last one is only for models with more than 256 experts. A reply of a wrong model may have
+four-byte integers and the length of shorter ones. Their zero bytes would then name an expert twice, which `decode` refuses."""
 
 
 @dataclass(frozen=True)
 class EngineRoutes:
-    """Layout of the engine's table for a model, made by `models.shape.engine_routes`."""
+    """Layout of the engine's table of routes for a model. `models.shape.engine_routes` creates it."""
 
     layers: int
-    """Number of all layers: the engine's table has rows for dense layers too."""
+    """Number of all layers, because the engine's table has entries for dense layers too."""
     moe_layers: tuple[int, ...]
     """Indices of the layers with experts. A trajectory keeps only these."""
     experts: int
     topk: int
     gates: bool = False
-    """True if replies also have the gates (weights of the experts)."""
+    """True if replies also contain the gates (weights of the experts)."""
 
     def __post_init__(self) -> None:
-        """Check the number of experts. Errors: UserError if gates do not fit beside the expert ids."""
+        """Check the number of experts. Errors: UserError if expert ids are too large to share an integer with gates."""
         if self.gates and self.experts > MOST_EXPERTS:
             raise UserError(
                 f"config: routing.replay_gates and rollout.gates support at most {MOST_EXPERTS} experts, and the model has"
@@ -54,26 +55,26 @@ class EngineRoutes:
 
     @property
     def shape(self) -> RouteShape:
-        """Shape of the table that a trajectory keeps."""
+        """Shape of the table of routes that a trajectory stores."""
         return RouteShape(self.moe_layers, self.experts, self.topk)
 
     @property
     def bytes_per_token(self) -> int:
-        """Largest number of bytes of a reply per token."""
+        """Largest number of bytes that a reply needs for the routes of one token."""
         return self.layers * self.topk * 4 * 4 // 3
 
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
-        """Decode base64 of a raw [tokens, layers, topk] table to [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
+        """Decode the base64 text of a table [tokens, layers, topk] to [tokens, moe_layers, topk].
 
-        SGLang's own integers have 4 bytes. Servers with our plugin send 1 or 2 bytes (its routes.py). Errors: UserError if
-        the text is no table of routes of this model, or if it also has gates.
+        The result is uint8, or int16 above 255 experts. SGLang's own integers have 4 bytes; servers with our plugin send 1 or 2
+        bytes (its routes.py). Errors: UserError if the text is no table of this model's routes, or if it also contains gates.
         """
         return self._ids(self._raw(encoded, tokens, WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]))
 
     def decode_with_gates(self, encoded: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode a table from a server that also sends gates (the plugin's gates.py): expert ids, and gates as float32.
+        """Decode a table with gates, which the plugin's gates.py sends. Return (expert ids, gates as float32).
 
-        Errors: UserError as in `decode`, and if the routes have no gates.
+        Errors: UserError as in `decode`, and if the table contains no gates.
         """
         raw = self._raw(encoded, tokens, WIRE_DTYPES)
         words = raw.view("<u4") if raw.dtype.itemsize == 4 else raw.astype("<u4")
@@ -86,7 +87,7 @@ class EngineRoutes:
         return self._ids((words & MOST_EXPERTS - 1).view("<i4")), gates
 
     def _raw(self, encoded: str, tokens: int, known: Sequence[np.dtype]) -> np.ndarray:
-        """Decode the [tokens, moe_layers, topk] table, in the type among `known` that fits its length."""
+        """Decode the table to [tokens, moe_layers, topk]; its integer type is the one in `known` that fits its length."""
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -118,7 +119,7 @@ class EngineRoutes:
 
 @dataclass(frozen=True)
 class EngineFeatures:
-    """Sizes of the router features that the engine exports for each response token."""
+    """Sizes of the router features (inputs and logits of the routers) that the engine exports for each response token."""
 
     moe_layers: int
     hidden: int
@@ -129,18 +130,18 @@ class EngineFeatures:
 
     @property
     def logits_alone(self) -> EngineFeatures:
-        """The same sizes without hidden states. Logits are enough to compare routers if no predictor learns."""
+        """The same sizes without hidden states. Logits are enough to compare routers if no predictor is trained."""
         return replace(self, hidden=0)
 
     @property
     def bytes_per_token(self) -> int:
-        """Number of bytes of a reply for each token with features."""
+        """Number of bytes that a reply needs for the features of one token."""
         return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
         """Decode one entry per response token: None, or base64 of h [moe_layers, hidden] and then z [moe_layers, experts].
 
-        Errors: UserError if an entry is not base64 or has another size.
+        h are the routers' inputs and z their logits. Errors: UserError if an entry is not base64 or has another size.
         """
         split = self.moe_layers * self.hidden * self.dtype.itemsize
         size = split + self.moe_layers * self.experts * 4
@@ -199,14 +200,14 @@ def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
 def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: RouteShape) -> np.ndarray:
     """Join the tables of a conversation's turns, each with new rows only, to one table [sum of rows, moe_layers, topk].
 
-    turns: (table, version of the weights of the last token). version: the weights whose routes are wanted. A turn of other
-    weights, from before a weight sync, becomes sentinels.
+    turns: (table, version of the weights of the turn's last token). version: the weights whose routes are wanted. A turn with
+    other weights, from before a weight sync, becomes sentinels.
 
-    Turn t asked the server with routes_start = number of rows in the tables before it. That is one less than the number of
-    tokens in the conversation so far: the last token of a response gets its route only as an input of the next turn. A turn
-    after a known weight sync asks with routes_start = 0, and its table is used alone (`Conversation`). The rows of earlier
-    turns are then those under which the later turns were sampled. Log-probs of earlier turns stay those of the weights that
-    sampled them, as in a response that a weight sync interrupted (see the top of this file).
+    Turn t asks the server for rows from routes_start on, the number of rows in the earlier tables. That is one less than the
+    number of tokens in the conversation so far: the last token of a response gets its route only as an input of the next turn.
+    After a known weight sync, a turn asks with routes_start = 0, and its table is used alone (`Conversation`). The rows of
+    earlier turns are then the ones under which the later turns were sampled. Log-probs of earlier turns still belong to the
+    weights that sampled them, as in a response that a weight sync interrupted (see the module's docstring).
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 
@@ -219,14 +220,14 @@ def join_gates(turns: Sequence[tuple[np.ndarray, str]], version: str) -> np.ndar
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
     """Return True if the last response token, and so the whole table, is known to come from weights `version`.
 
-    The top of this file says why. A response without tokens returns False.
+    The module's docstring explains why. A response without tokens returns False.
     """
     last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
     return last is not None and last.end > last.start and last.version == version
 
 
 def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
-    """Delete the routes of a trajectory, with gates and features, unless they come from the trainer's weights (`fresh`).
+    """Delete a trajectory's routes, gates and features unless `fresh` (they come from the trainer's current weights).
 
     In a fresh trajectory, delete only the features from earlier weights.
     """

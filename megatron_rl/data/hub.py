@@ -1,4 +1,4 @@
-"""Hugging Face ids in place of a model folder: owner/name, or owner/name@revision as in Hugging Face's own hf:// paths.
+"""Model names that are Hugging Face ids: owner/name, or owner/name@revision as in Hugging Face's own hf:// paths.
 
 If a folder with the given name exists, `as_folder` returns it unchanged. For an id, huggingface_hub provides a folder of its
 cache. Its own variables and login apply (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Only safetensors, configs and
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "*.safetensors"
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Patterns of configs, the index of the weights, the tokenizer and the chat template."""
+"""File patterns of configs, the index of the weights, the tokenizer and the chat template."""
 MODEL = (WEIGHTS, *TEXTS)
 CONFIG = ("config.json",)
 _LEFT_OUT = ("*/*", "consolidated*")
-"""Patterns of copies of the weights in other formats: files in subfolders, and files with this prefix."""
+"""File patterns of copies of the weights in other formats: files in subfolders, and files with this prefix."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository of the hub and one of its revisions."""
+    """A repository of the Hugging Face hub at one of its revisions."""
 
     repo: str
     revision: str | None = None
@@ -47,7 +47,7 @@ class HubId:
 
     @property
     def pinned(self) -> bool:
-        """True if the revision is a whole commit hash, which always means the same files."""
+        """True if the revision is a full commit hash, which always names the same files."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
 
@@ -71,10 +71,10 @@ def hub_id(text: str) -> HubId | None:
 
 
 def as_folder(text: str, key: str, wanted: Sequence[str] = MODEL) -> str:
-    """Return the folder that a text names: the text itself if it is a folder, else the folder of its id in the hub's cache.
+    """Return the folder that a text names: the text itself if it is a folder, else the id's folder in the hub's cache.
 
-    Files that are missing in the cache are downloaded. key: config key or command-line option, for errors. wanted: patterns
-    of the needed files.
+    Files that are missing in the cache are downloaded. key: config key or command-line option, for error messages. wanted:
+    patterns of the needed files.
     Errors: UserError if the text is neither a folder nor an id, or if the download fails.
     """
     found = hub_id(text)
@@ -88,14 +88,14 @@ def as_folder(text: str, key: str, wanted: Sequence[str] = MODEL) -> str:
 
 
 def check_folder(text: str, key: str) -> None:
-    """Raise UserError, naming the key, if the folder of a model does not exist."""
+    """Raise UserError with the config key `key` if the folder of a model does not exist."""
     if not Path(text).is_dir():
         what = "is not a folder" if Path(text).exists() else "does not exist"
         raise UserError(f"{key} = {text}: {what}; give a Hugging Face folder, or an id of the hub (owner/name)")
 
 
 def as_id(folder: str) -> str:
-    """Return owner/name@commit for a folder of huggingface_hub's cache, and any other text unchanged."""
+    """Return owner/name@commit if the folder is in huggingface_hub's cache. Return any other text unchanged."""
     from huggingface_hub import constants
 
     path = Path(folder)
@@ -105,7 +105,7 @@ def as_id(folder: str) -> str:
 
 
 def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
-    """Return the folder of a model's revision in the cache. Errors: UserError with the problem, without the key."""
+    """Return the folder of a model's revision in the cache. The UserError states the problem, but not the config key."""
     import httpx
     from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, DryRunError, LocalEntryNotFoundError
@@ -149,9 +149,10 @@ def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
 
 
 def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: Path) -> None:
-    """Log which files will be downloaded, once per machine. Errors: UserError if there are no weights or too little disk space.
+    """Log which files will be downloaded, once per machine.
 
-    files: `snapshot_download`'s dry-run result for each wanted file.
+    files: the result of `snapshot_download`'s dry run for each wanted file. Errors: UserError if there are no weights or too
+    little disk space.
     """
     if WEIGHTS in wanted and not any(file.filename.endswith(WEIGHTS[1:]) for file in files):
         raise UserError(
@@ -174,7 +175,7 @@ def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: 
 
 
 def _first_here() -> bool:
-    """Return True in the first process of a machine, which reports for all processes that wait for the same files."""
+    """Return True in the first process of a machine, which logs for all processes that wait for the same download."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
@@ -182,7 +183,7 @@ def _bars(*, quiet: bool) -> type:
     from huggingface_hub.utils import tqdm
 
     class Quiet(tqdm):
-        """A progress bar that is never shown, for files that are in the cache already."""
+        """A progress bar that is never shown. It is used if the cache already contains the files."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"disable": True})
@@ -191,7 +192,7 @@ def _bars(*, quiet: bool) -> type:
 
 
 def _problem(error: Exception, model: HubId, cache: Path) -> tuple[str, bool]:
-    """Describe an error of huggingface_hub in one line. The second value is True if the hub cannot be reached."""
+    """Return (description of huggingface_hub's error in one line, True if the hub cannot be reached)."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

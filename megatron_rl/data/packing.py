@@ -1,4 +1,4 @@
-"""Packing of sequences into micro-batches in THD layout. Padding is added only for the parallel layout."""
+"""Packing of sequences into micro-batches in THD layout. The only padding is the one that the parallel layout requires."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_rl.routing.table import Features, RouteShape, RouteTable, evenly_s
 ALWAYS = ("loss_mask", "rollout_log_probs", "advantages")
 """Fields that every batch has."""
 IGNORED = -100
-"""Label at positions whose prediction is not used."""
+"""Label at positions whose prediction the loss does not use."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Constraints on a packed micro-batch from the parallel layout and the model's routers."""
+    """Requirements of the parallel layout and of the model's routers for a packed micro-batch."""
 
     tensor: int = 1
     context: int = 1
@@ -39,22 +39,22 @@ class Layout:
     routes: RouteShape | None = None
     """Shape of the model's routes; None for a dense model."""
     cached_tokens: int = 0
-    """Number of tokens per response whose router features are stored."""
+    """Number of tokens per response for which router features are stored."""
     multiple: int = 1
-    """The number of tokens in a rank's matrix products must be a multiple of this (FP8)."""
+    """Divisor of the number of tokens in a rank's matrix multiplications, as FP8 kernels require."""
     vocabulary: int | None = None
-    """Size of the model's vocabulary; token ids must be below it. None: ids are not checked."""
+    """Size of the model's vocabulary, which all token ids must be below. None: ids are not checked."""
     all_reduce: AllReduce | None = None
     """All-reduce over the context-parallel ranks; None without context parallelism."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple of a sequence's length: Megatron's zigzag cuts each sequence into 2 x context chunks."""
+        """Divisor of a sequence's length: Megatron's zigzag order cuts each sequence into 2 x context chunks."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Multiple of the total length: sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
+        """Divisor of a micro-batch's length: sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
         return math.lcm(self.sequence_multiple, self.tensor * self.context * self.multiple)
 
 
@@ -62,48 +62,50 @@ class Layout:
 class Batch:
     """One packed micro-batch, as this context-parallel rank sees it.
 
-    It has T tokens of S sequences, one after the other. With context parallelism, T counts the tokens of this rank only. All
-    per-token fields are in *label position*: entry t belongs to the token that position t predicts.
+    The batch has T tokens of S sequences, which follow one another. With context parallelism, T counts the tokens of this rank
+    only. All per-token fields are in *label position*: entry t belongs to the token that position t predicts.
     """
 
     tokens: torch.Tensor
-    """[1, T] int64"""
+    """Token ids, [1, T] int64."""
     position_ids: torch.Tensor
-    """[1, T] int64, from 0 in each sequence"""
+    """Positions in the sequence, counted from 0, [1, T] int64."""
     labels: torch.Tensor
-    """[T] int64. IGNORED outside of responses and at labels that do not count; the head computes no row for ignored labels."""
+    """Token ids to predict, [T] int64. IGNORED outside of responses and at labels that do not count; the head skips these
+    rows."""
     label_rows: torch.Tensor
-    """[n] int64: rows of the labels that are not ignored, stored because finding them on a GPU would block the host"""
+    """Rows of the labels that are not ignored, [n] int64. They are stored, because a search on a GPU would block the host."""
     fields: dict[str, torch.Tensor]
-    """[T] values of each label, by name of `data.sequence.FIELDS`. A pass over the batch adds its results here, on the pipeline
-    stage that computes them."""
+    """Values of each label, [T], by a name in `data.sequence.FIELDS`. A pass over the batch adds its results here, on the
+    pipeline stage that computes them."""
     segments: Segments
-    """Index of the sequence (0 to S - 1) for each token"""
+    """Index of each token's sequence (0 to S - 1)."""
     cu_seqlens: torch.Tensor
-    """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks; padding belongs to its sequence"""
+    """Borders of the sequences over *all* context-parallel ranks, [S' + 1] int32. A sequence's padding lies within its borders.
+    Padding at the end of the micro-batch counts as one more sequence."""
     places: TokenPlaces
-    """The same borders for attention, and the places of this rank's tokens"""
+    """Borders of the sequences for attention, and the positions of this rank's tokens."""
     max_seqlen: int
     sequence_lengths: torch.Tensor
-    """[S] float32: number of counted labels of each whole sequence"""
+    """Number of counted labels of each whole sequence, [S] float32."""
     samples: list[int]
-    """Index of each of the S sequences in the list that was packed"""
+    """Index of each of the S sequences in the list that was packed."""
     inputs: int
-    """Number of tokens of the sequences on this rank, without padding"""
+    """Number of tokens on this rank, without padding."""
     kept: KeptTokens | None = None
-    """Sets of tokens that the sampler kept, for the T tokens; None if the sampler did not truncate the vocabulary."""
+    """Set of tokens that the sampler kept, for each of the T tokens; None if the sampler did not truncate."""
     routes: RouteTable | None = None
-    """Routes of the tokens at this process's routers (its share of T with sequence parallelism); None for a dense model."""
+    """Routes of the tokens that this process's routers see (a shard of T with sequence parallelism); None for a dense model."""
     without_route: int = 0
-    """Number of tokens on this context-parallel rank whose experts the engine did not report."""
+    """Number of tokens on this context-parallel rank whose routes the engine did not report."""
     teacher_hidden: torch.Tensor | None = None
-    """[n, hidden of the teacher]: last hidden states of the teacher at label_rows, on the pipeline stage with the head."""
+    """Last hidden states of the teacher at label_rows, [n, hidden of the teacher], on the pipeline stage with the head."""
     teacher_layers: dict[int, torch.Tensor] = field(default_factory=dict)
-    """{layer of the teacher: [m, hidden]}: outputs at the m counted labels of this process's share of the T."""
+    """{layer of the teacher: its outputs [m, hidden]} at the m counted labels in this process's shard of T."""
     top_token_ids: torch.Tensor | None = None
-    """[n, k] int32: recorded most likely tokens of a teacher at label_rows, -1 if missing; None if no sequence has any."""
+    """Recorded most likely tokens of a teacher at label_rows, [n, k] int32, -1 if missing; None if no sequence has any."""
     top_log_probs: torch.Tensor | None = None
-    """[n, k] fp32: log-probs of `top_token_ids`."""
+    """Log-probs of `top_token_ids`, [n, k] fp32."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the values [T] of a field."""
@@ -123,7 +125,7 @@ class Batch:
         return replace(self, **moved, segments=replace(self.segments, ids=upload(self.segments.ids, device)))
 
     def take(self, rows: torch.Tensor) -> Batch:
-        """Return a batch of some tokens [n], for losses that use each token alone. Values of whole sequences stay unchanged."""
+        """Return a batch of the tokens `rows` [n] only, for per-token losses. Values of whole sequences stay unchanged."""
         fields = {name: values[rows] for name, values in self.fields.items()}
         taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
         segments = self.segments.take(rows)
@@ -147,7 +149,10 @@ def micro_batch_count(lengths: list[int], budget: int) -> int:
 
 
 def assign(lengths: list[int], count: int) -> list[list[int]]:
-    """Distribute sequences over `count` bins: longest first, each to the emptiest bin (LPT). Indices ascend within a bin."""
+    """Distribute sequences over `count` bins: longest first, each to the emptiest bin (the LPT rule).
+
+    Indices ascend within a bin.
+    """
     heap: list[tuple[int, int]] = [(0, b) for b in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -219,7 +224,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
 
 
 def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
-    """Raise UserError for a token outside the vocabulary. A GPU would end the process without naming the token."""
+    """Raise UserError for a token outside the vocabulary. Without this check, a GPU would crash without naming the token."""
     if vocabulary is None:
         return
     wrong = np.flatnonzero((sample.tokens < 0) | (sample.tokens >= vocabulary))
@@ -231,7 +236,10 @@ def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
 
 
 def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
-    """Return the kept sets of this context-parallel rank's tokens; None if no sampler truncated the vocabulary."""
+    """Return the sets of tokens that the sampler kept for this context-parallel rank's tokens.
+
+    The result is None if no sampler truncated the vocabulary.
+    """
     if all(sample.kept is None for sample in samples):
         return None
     sets = [np.zeros(0, np.int32)] * int(borders[-1])
@@ -246,7 +254,10 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
 def _recorded_top(
     samples: list[Sequence], borders: np.ndarray, places: np.ndarray, vocabulary: int | None
 ) -> TopLogProbs | None:
-    """Return the teacher's recorded log-probs for the labels at these places of the packed tokens; None without a record."""
+    """Return the teacher's recorded log-probs for the labels at positions `places` of the packed tokens.
+
+    The result is None if no sample has a record.
+    """
     k = max((sample.top.token_ids.shape[1] for sample in samples if sample.top is not None), default=None)
     if k is None:
         return None
@@ -335,9 +346,10 @@ def _route_table(
 
 
 def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
-    """Return the engine's router features of each sequence. Logits alone are dropped if other sequences have hidden states.
+    """Return the engine's router features of each sequence, for training a predictor.
 
-    A predictor learns from both, and hidden states of the trainer's own pass would not fit the engine's logits.
+    A predictor needs hidden states and logits from the same forward pass. If any sequence has hidden states, sequences that
+    have only logits get None: hidden states of the trainer's own pass would not fit the engine's logits.
     """
     found = [sample.features for sample in samples]
     whole = any(f is not None and f.hidden.shape[-1] for f in found)
@@ -345,7 +357,7 @@ def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
 
 
 def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
-    """Return the positions of [start, end) on this context-parallel rank: chunks r and 2c-1-r of 2c."""
+    """Return the positions in [start, end) that this context-parallel rank r holds: chunks r and 2c-1-r of 2c (zigzag)."""
     if layout.context == 1:
         return np.arange(start, end)
     chunks = np.split(np.arange(start, end), 2 * layout.context)
@@ -364,7 +376,7 @@ def pack_all(samples: list[Sequence], count: int, layout: Layout) -> list[Batch]
 
 
 class Labels:
-    """All labels of some sequences, one after the other ([L]), and their places in micro-batches."""
+    """All labels of some sequences, concatenated ([L]), and their positions in micro-batches."""
 
     def __init__(self, sequences: Items[Sequence]) -> None:
         self.lengths = torch.tensor([s.response_length for s in sequences], dtype=torch.long)
@@ -374,7 +386,7 @@ class Labels:
         self._sequences = sequences
 
     def of(self, name: str) -> Tensor:
-        """Return the values [L] of a field of the sequences."""
+        """Return the values [L] of a field, concatenated over the sequences."""
         parts = [sequence[name] for sequence in self._sequences]
         return torch.from_numpy(np.concatenate([np.zeros(0, FIELDS[name].dtype), *parts]))
 
@@ -385,7 +397,7 @@ class Labels:
         return found
 
     def places(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (tokens of a batch that predict a label [n], indices of these labels [n]) on the host.
+        """Return (tokens of a batch that predict a label [n], indices of these labels [n]) in host memory.
 
         The batch must be packed from the sequences.
         """
@@ -397,7 +409,7 @@ class Labels:
         return tokens[inside], (self._starts[sequence] + label)[inside]
 
     def collect(self, batches: Items[Batch], values: Items[Tensor | None]) -> Tensor:
-        """Collect values [T] of each batch as [L] fp32 on the host; 0 for labels that this process does not have."""
+        """Collect the batches' values [T] as [L] fp32 in host memory; 0 for labels that this process does not have."""
         found = torch.zeros(self.count)
         for batch, of_batch in zip(batches, values, strict=True):
             if of_batch is not None:
@@ -406,7 +418,7 @@ class Labels:
         return found
 
     def give(self, batches: Items[Batch], name: str, values: Tensor) -> None:
-        """Set a field of the batches to the values [L]."""
+        """Set the field `name` of the batches from values [L]."""
         for batch in batches:
             tokens, labels = self.places(batch)
             declared = FIELDS[name]
@@ -415,14 +427,14 @@ class Labels:
             batch.fields[name] = field.to(batch.mask.device)
 
     def rows(self, values: Tensor) -> Tensor:
-        """Arrange values [L] as one row per sequence, [B, T], with zeros after the end of each sequence."""
+        """Arrange values [L] as one row per sequence, [B, longest], with zeros after the end of each sequence."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         rows = values.new_zeros(len(self.lengths), longest)
         rows[self._inside(longest)] = values
         return rows
 
     def flat(self, rows: Tensor) -> Tensor:
-        """Flatten rows [B, T] to values [L]."""
+        """Flatten the rows to values [L]; the inverse of `rows`."""
         return rows[self._inside(rows.shape[1])]
 
     def _inside(self, longest: int) -> Tensor:

@@ -1,8 +1,8 @@
 """A sequence of tokens with named values of its labels, which carries all data from the rollout to the loss.
 
-A label is a token of the response, which the model predicts. Values of single labels (loss mask, log-probs, advantages ...)
-are fields. Packing, context-parallel cuts, `take`, device moves and records loop over the fields of a sequence, so a new
-field is one line in `FIELDS`.
+A label is a token that the model predicts: a token of the response. Values of single labels (loss mask, log-probs, advantages
+...) are called fields. Packing, context-parallel cuts, `take`, moves to a device and records loop over the fields of a
+sequence, so a new field needs only one line in `FIELDS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Field:
-    """Declaration of a value that each label has."""
+    """Declaration of a field: a value that each label has."""
 
     dtype: type[np.generic]
     default: float = 0
@@ -33,23 +33,24 @@ FIELDS = {
     "values": Field(np.float32),  # of the state before the label, by the critic or reward model
     "returns": Field(np.float32),  # target of the critic's values
     "step_scores": Field(np.float32, np.nan),  # of a process reward model, at the last label of a step; NaN elsewhere
-    "unit": Field(np.int32, -1),  # index of the scored unit that contains the label (trainer.units); -1: none
+    "unit": Field(np.int32, -1),  # index of the scored unit that contains the label (trainer.scored_spans); -1: none
     "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
     "text_bytes": Field(np.int32, -1),  # number of UTF-8 bytes of the label's text; -1: no text, or not known
 }
-"""The fields of a label."""
+"""All fields that a sequence may have, by name."""
 
 
 @dataclass
 class RouterFeatures:
-    """Data of the engine's routers for c response tokens, as input for predictors."""
+    """Inputs and logits of the engine's routers for c response tokens, from which route predictors learn."""
 
     positions: Tensor
-    """[c] int32, ascending. Entry i belongs to the input token before response token positions[i], which it predicts."""
+    """Indices of response tokens, [c] int32, ascending. Entry i of the other tensors belongs to the input token that predicts
+    response token positions[i]."""
     hidden: Tensor
-    """[c, moe_layers, hidden] in the engine's dtype: router inputs h; the width is 0 if no predictor learns from them."""
+    """Router inputs h, [c, moe_layers, hidden] in the engine's dtype; the width is 0 if no predictor is trained."""
     logits: Tensor
-    """[c, moe_layers, experts] fp32: router logits z, without a prediction added."""
+    """Router logits z without a prediction added, [c, moe_layers, experts] fp32."""
 
     def since(self, start: int) -> RouterFeatures:
         """Return the features of response tokens from `start` on."""
@@ -65,16 +66,16 @@ class RouterFeatures:
 
 @dataclass
 class TopLogProbs:
-    """A teacher's k most likely tokens for each of m labels, with log-probs over its whole vocabulary."""
+    """A teacher's k most likely tokens for each of m labels. Their log-probs are normalized over its whole vocabulary."""
 
     token_ids: np.ndarray
-    """[m, k] int32; -1 for a missing token."""
+    """Token ids, [m, k] int32; -1 for a missing token."""
     log_probs: np.ndarray
-    """[m, k] float32, at temperature 1; 0 for a missing token."""
+    """Log-probs at temperature 1, [m, k] float32; 0 for a missing token."""
 
     @classmethod
     def none(cls, labels: int, k: int) -> Self:
-        """Return empty predictions for `labels` labels."""
+        """Return an object for `labels` labels whose tokens are all missing."""
         return cls(np.full((labels, k), -1, np.int32), np.zeros((labels, k), np.float32))
 
 
@@ -83,16 +84,16 @@ class Sequence:
     """A sequence of n tokens, of which the last n - prompt_length are labels."""
 
     tokens: np.ndarray
-    """[n] int32: prompt, then response."""
+    """Token ids, [n] int32: prompt, then response."""
     prompt_length: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
-    """[n - prompt_length] values by name of FIELDS: entry i belongs to `tokens[prompt_length + i]`."""
+    """Values by a name in FIELDS, [n - prompt_length] each: entry i belongs to `tokens[prompt_length + i]`."""
     kept: list[np.ndarray] | None = None
-    """Token ids, int32, that a truncating sampler kept for each label; None: the whole vocabulary."""
+    """Token ids (int32) that a truncating sampler kept for each label; None: the whole vocabulary."""
     routes: np.ndarray | None = None
-    """[n - 1, moe_layers, topk]: the engine's experts of each input token; sentinels if the experts are not known."""
+    """The engine's experts of each input token, [n - 1, moe_layers, topk]; sentinels if the experts are not known."""
     gates: np.ndarray | None = None
-    """[n - 1, moe_layers, topk] float32: weights of these experts in the engine, 0 to 1, before routed_scaling_factor. All
+    """Weights of these experts in the engine, [n - 1, moe_layers, topk] float32, 0 to 1, before routed_scaling_factor. All
     gates of a token are 0 if they are not known."""
     features: RouterFeatures | None = None
     """Features of the engine's routers, if the engine exports them."""
@@ -108,8 +109,8 @@ class Sequence:
     def cut(self, longest: int) -> list[Self]:
         """Cut the sequence into pieces of at most `longest` tokens. `longest` must exceed 1 and the length of the prompt.
 
-        A piece begins with the last token of the piece before, so that every label belongs to exactly one piece. Only tokens
-        and fields are cut.
+        Each piece begins with the last token of the previous piece, so that every label belongs to exactly one piece. Only
+        tokens and fields are cut.
         """
         pieces, start, prompt = [], 0, self.prompt_length
         while start + prompt < len(self.tokens):
@@ -121,13 +122,13 @@ class Sequence:
         return pieces
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the values [n - prompt_length] of a field, or its default if the sequence does not have the field."""
+        """Return the values [n - prompt_length] of a field, or the field's default if the sequence does not have it."""
         found = self.fields.get(name)
         declared = FIELDS[name]
         return np.full(self.response_length, declared.default, declared.dtype) if found is None else found
 
     def __setitem__(self, name: str, values: np.ndarray | float) -> None:
-        """Set the values of a field, or one value for all labels. Errors: KeyError for a name that is not declared."""
+        """Set the values of a field, or one value for all labels. Errors: KeyError if FIELDS does not contain the name."""
         self.fields[name] = np.broadcast_to(np.asarray(values, FIELDS[name].dtype), (self.response_length,)).copy()
 
     @property
@@ -137,5 +138,5 @@ class Sequence:
 
     @property
     def inputs(self) -> int:
-        """Number of tokens that enter the model: the last token is only predicted."""
+        """Number of tokens that the model reads. The last token is only predicted."""
         return len(self.tokens) - 1

@@ -16,14 +16,14 @@ from megatron_rl.data.sequence import FIELDS, RouterFeatures, Sequence
 from megatron_rl.errors import UserError
 
 TRUNCATED = ("length", "turns", "tokens", "time")
-"""Finish reasons that mean that a limit ended the response, not the policy."""
+"""Finish reasons of a response that a limit ended, not the policy."""
 OVERLONG = "overlong"
-"""Name of the reward part that depends on the response's length alone."""
+"""Name of the reward part that depends only on the response's length."""
 
 
 @dataclass
 class WeightSpan:
-    """Interval [start, end) of response tokens that were sampled with the weights `version`."""
+    """Range [start, end) of response tokens that were sampled with the weights `version`."""
 
     version: str
     start: int
@@ -32,20 +32,20 @@ class WeightSpan:
 
 @dataclass
 class Turn:
-    """An interval of a conversation's response tokens: a reply of the policy, or an observation that answers it."""
+    """A range of a conversation's response tokens: a reply of the policy, or an observation that answers a reply."""
 
     role: str
-    """assistant for sampled tokens; tool or user for an observation."""
+    """Role in the conversation: "assistant" for sampled tokens; "tool" or "user" for an observation."""
     start: int
     end: int
     calls: list[str] = field(default_factory=list)
     """Names of the tools that a reply calls."""
     malformed: str = ""
-    """Error in the tool call of a reply; empty without an error."""
+    """Error in a tool call of the reply; empty without an error."""
     seconds: float = 0.0
     """Time that the tools took for an observation, in seconds."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The same turn in OpenAI's form, for readers with another tokenizer."""
+    """Messages of the turn in OpenAI's form, for models with another tokenizer."""
 
 
 @dataclass(kw_only=True)
@@ -57,25 +57,27 @@ class Trajectory(Sequence):
     group_id: int
     """Id of the group: all samples of one prompt in one step."""
     finish_reason: str = "stop"
-    """stop | length | abort; for a conversation stop | turns | tokens | time | failure."""
+    """Reason of the response's end: stop | length | abort; for a conversation stop | turns | tokens | time | failure."""
     support: dict[str, float] = field(default_factory=dict)
-    """Fields of the `SamplingSupport` of the sampling; empty if a record does not have them."""
+    """Fields of the `SamplingSupport` that sampled the response; empty if a record does not have them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     weights: str = ""
-    """Digest of the weights that sampled the last token and computed the routes; set in recorded trajectories with routes."""
+    """Digest of the weights that sampled the last token and computed the routes; set only in trajectories with routes on
+    disk."""
     text: str = ""
-    """Decoded response; the final answer of a conversation."""
+    """Decoded text of the response; in a conversation, the final answer."""
     reward: float = 0.0
     outcome_reward: float = 0.0
-    """Reward of the whole response as advantages use it, fp32: clipped, whitened, without rewards at the ends of steps."""
+    """Reward of the whole response as advantages use it, fp32: clipped and whitened, without the rewards of single steps."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     masked: bool = False
-    """True if no token of it trains and its group's baseline ignores it, because a failure was not the policy's fault."""
+    """True if the response had a failure that was not the policy's fault. The loss and the group's baseline ignore this
+    response."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of a conversation."""
     part: int = 0
-    """Index of the sequence within its sample: an agent may hold several conversations for one prompt. Later sequences have the
-    reward and the advantage of the first (0)."""
+    """Index of the sequence within its sample, because an agent may hold several conversations for one prompt. Later sequences
+    have the reward and the advantage of the first (0)."""
 
     @property
     def truncated(self) -> bool:
@@ -111,7 +113,7 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
 
 
 def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: np.ndarray) -> None:
-    """Write trajectories to an open file. more: additional arrays by name."""
+    """Write trajectories to an open file. more: additional arrays, stored under their names."""
     arrays: dict[str, np.ndarray] = {}
     rows = []
     for index, t in enumerate(trajectories):
@@ -138,7 +140,7 @@ def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: 
 
 
 def read_trajectories(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    """Read trajectories that `write_trajectories` wrote, from the mapping that np.load returns.
+    """Read trajectories that `write_trajectories` wrote. arrays: the mapping that np.load returns.
 
     Errors: KeyError and other exceptions for other content.
     """

@@ -1,4 +1,4 @@
-"""Dialects: the forms in which a model is told of tools, calls them, and receives results, as tokens and as messages."""
+"""Dialects: a model's own formats for describing tools, calling them and showing results, as tokens and as messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DIALECTS", "Call", "Dialect", "Harmony", "Parsed", "dialect", "witho
 
 
 def dialect(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dialect:
-    """Return the dialect with this name, or the user's own from `module:name`. options: its agent.dialect_options.
+    """Return the built-in dialect with this name, or the user's own from `module:name`. options: agent.dialect_options.
 
     Errors: UserError for an unknown name or option, or a tokenizer that does not fit the dialect.
     """

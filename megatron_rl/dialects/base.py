@@ -1,4 +1,4 @@
-"""Common parts of all dialects: prompts and the template's text between turns, without rendering sampled tokens again."""
+"""Base of all dialects: tokens of prompts and of the text between turns. Sampled tokens are never rendered again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from megatron_rl.tasks.openai_messages import decode, parse_call
 Message = Mapping[str, Any]
 """A message in the form of chat templates: role and content."""
 Schemas = Sequence[Mapping[str, Any]]
-"""Tools in the form of chat templates and the OpenAI API (`Tool.schema`)."""
+"""Descriptions of tools in the form of chat templates and the OpenAI API (`Tool.schema`)."""
 _WHAT = "agent.dialect: a conversation"
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool."""
+    """A call of a tool by the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -43,29 +43,29 @@ class Call:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Content of a reply: calls, or a final answer, or neither if the reply is malformed."""
+    """Content of a reply: calls or a final answer. A malformed reply has neither."""
 
     calls: list[Call] = field(default_factory=list)
-    """All calls of the reply; [] if one of them is malformed."""
+    """All calls of the reply; empty if one of them is malformed."""
     final: str | None = None
-    """The answer, without the model's thinking; None if the reply has calls or is malformed."""
+    """The answer without the model's thinking; None if the reply has calls or is malformed."""
     said: str = ""
-    """Text beside the calls, such as a reason, without the model's thinking."""
+    """Text next to the calls, such as a reason, without the model's thinking."""
     malformed: str | None = None
-    """Error in a call, worded as the model is told."""
+    """Description of an error in a call, in the words that the model gets to read; None without an error."""
     open: bool = False
-    """True if the text of the last call has no end mark, so that in a truncated reply the call is incomplete."""
+    """True if the last call has no end mark. If the reply was truncated, this call is then incomplete."""
 
 
 class Dialect:
-    """The form of conversations for one tokenizer. Subclasses define how calls are written and how results are shown.
+    """A model's format of conversations for one tokenizer. Subclasses define how calls are written and how results are shown.
 
-    The tokens of a conversation are `prompt`, then alternating a sampled reply and `observation`. Sampled tokens are never
-    rendered again, so earlier thinking stays even if the template would strip it.
+    The tokens of a conversation are `prompt`, then a sampled reply and an `observation` in turn. Sampled tokens are never
+    rendered again, so earlier thinking stays even if the template would remove it.
     """
 
     instruction: str = ""
-    """System prompt that lists the tools ({tools}: one line of JSON per tool), if the template does not."""
+    """System prompt that describes the tools, for templates that do not. {tools} becomes one line of JSON per tool."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -77,12 +77,12 @@ class Dialect:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a reply: the template's end of a turn. Sampling also stops at the end of sequence."""
+        """Tokens that end a reply: the template's end of a turn. Sampling also stops at the tokenizer's end of sequence."""
         return list(self._end)
 
     @cached_property
     def beside(self) -> tuple[Self, ThreadPoolExecutor]:
-        """A copy with its own tokenizer, and the only thread that may use it: a tokenizer is not safe for several threads."""
+        """Copy with its own tokenizer, and the only thread that may use it, because tokenizers are not thread-safe."""
         return copy.deepcopy(self), ThreadPoolExecutor(1, "texts")
 
     # -- definitions of each dialect ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Dialect:
         )
 
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in a form that the tokenizer's template shows like the model's training data."""
+        """Return messages that the tokenizer's template renders like the model's training data."""
         return list(messages)
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ class Dialect:
         return self._encode(render_prompt(self.tokenizer, shown, _WHAT, tools=told), contents)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
-        """Parse a reply. token_ids: as sampled; the token that ended the reply is ignored."""
+        """Parse a sampled reply. The token that ended the reply, if it is in token_ids, is ignored."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         return self.parse_text(self.text(ids))
 
     def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a reply as a message in OpenAI's form, from which `reply_of` restores the text. token_ids: as in `parse`."""
+        """Return a reply as a message in OpenAI's form, from which `reply_of` restores the text. token_ids: see `parse`."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -146,19 +146,19 @@ class Dialect:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def reply(self, text: str) -> list[int]:
-        """Return the tokens of a reply that was not sampled, with its end token, for demonstrations."""
+        """Return the tokens of a reply that was not sampled (in a demonstration), with its end token."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), *self.stop_token_ids[:1]]
 
     def reply_of(self, message: Message) -> list[int]:
-        """Return an assistant's message in OpenAI's form (content, tool_calls) as tokens of a reply, with its end token."""
+        """Return an assistant's message in OpenAI's form (content, tool_calls) as tokens of a reply, with the end token."""
         return self.reply(self.message_text(message))
 
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
         """Return the tokens between two replies: the template's separator, the results, and the beginning of a reply.
 
-        results: results of calls as text, or messages (role, content). after: tokens of the previous reply. The result starts
-        with the template's tokens after the reply's text that were not sampled, such as the end token of a truncated reply.
-        None: the reply has its end token.
+        results: results of calls as text, or messages (role, content). after: tokens of the previous reply. If the reply lacks
+        tokens that the template puts after a reply (a truncated reply lacks its end token), the returned tokens begin with
+        them. after = None: the reply has its end token.
         """
         messages = [{"role": "tool", "content": r} if isinstance(r, str) else r for r in results]
         hidden, contents = self._hide(messages)
@@ -178,16 +178,16 @@ class Dialect:
     def history(
         self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
     ) -> list[int] | None:
-        """Return the tokens up to the next reply if a user turn follows an answer, in the format that the model is used with.
+        """Return the tokens of a history that ends with a user turn after an answer, up to the next reply.
 
-        Earlier thinking is left out if the format leaves it out of the history. messages, tools: the same as for `prompt`;
-        turns: tokens of each reply, and the messages that answered it. None: the dialect has no format of its own for
-        histories, and tokens stay as sampled.
+        Earlier thinking is left out if the model's format leaves it out of histories. messages, tools: the same as for
+        `prompt`; turns: tokens of each reply, and the messages that answered the reply. None: the dialect has no format of its
+        own for histories, and tokens stay as sampled.
         """
         return None
 
     def _with_instruction(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
-        """Return the messages with the dialect's own instruction, for a template that does not list the tools."""
+        """Return the messages with the dialect's own instruction about the tools, for a template that does not list them."""
         text = self.instruction.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if messages and messages[0]["role"] == "system":
             return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -202,15 +202,15 @@ class Dialect:
         return render(self.tokenizer, messages, _WHAT, tools=tools, add_generation_prompt=True)
 
     def _written(self, message: Message) -> Message:
-        """Return a message of the history, with an assistant's calls written into its text in the dialect's form."""
+        """Return a message of the history. An assistant's calls are written into its text in the dialect's format."""
         if message["role"] != "assistant" or not message.get("tool_calls"):
             return message
         return {"role": "assistant", "content": self.message_text(message)}
 
     def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Replace contents that contain special tokens by placeholders; return the messages and the contents by placeholder.
+        """Replace contents that contain special tokens by placeholders. Return (messages, {placeholder: content}).
 
-        A tool that returns `<|im_end|>` must not end a turn.
+        Reason: a tool that returns `<|im_end|>` must not end a turn.
         """
         contents: dict[str, str] = {}
         shown = []
@@ -227,7 +227,7 @@ class Dialect:
         return any(token in text for token in self._special)
 
     def _encode(self, text: str, contents: Mapping[str, str]) -> list[int]:
-        """Return the tokens of a rendered text. Contents of placeholders are encoded without special tokens."""
+        """Return the tokens of a rendered text. The contents of placeholders are encoded without special tokens."""
         ids: list[int] = []
         text = encodable(text)
         for place, content in contents.items():

@@ -29,9 +29,9 @@ from megatron_rl.tasks.openai_messages import parse_call
 
 CHANNELS = ("analysis", "commentary", "final")
 FUNCTIONS = "functions"
-"""Namespace of the tools that the developer message declares."""
+"""Namespace of the tools that the developer message describes."""
 BUILT_IN = ("python", "browser")
-"""Further namespaces that the models know."""
+"""Further tool namespaces that the models know from training."""
 _JSON = "<|constrain|>json"
 _KEEP = RenderConversationConfig(auto_drop_analysis=False)
 _UNSET = SystemContent()
@@ -40,9 +40,10 @@ _UNSET = SystemContent()
 class Harmony(Dialect):
     """The dialect of gpt-oss: a reply is one or several messages, each on the channel analysis, commentary or final.
 
-    The text of the final channel is the answer. Analysis is thinking, and commentary without a recipient is text on the way. A
-    reply without an answer or a call is malformed. A call is a message to `functions.NAME` with the arguments as a JSON object.
-    A reply may have several calls, if all but the last end in <|end|>. The system prompt becomes the developer's instructions.
+    The text of the final channel is the answer. Analysis is thinking. Commentary without a recipient is text before a call or
+    an answer. A reply without an answer or a call is malformed. A call is a message to `functions.NAME` with the arguments as a
+    JSON object. A reply may have several calls, if all but the last end in <|end|>. The system prompt becomes the developer's
+    instructions.
 
     A tool named `python` with the single argument `code` is the interpreter that the models know. The system message describes
     it under `# Tools`, with the tool's own description, and a message to `python` is plain code.
@@ -59,7 +60,7 @@ class Harmony(Dialect):
         knowledge_cutoff: str | None = _UNSET.knowledge_cutoff,
         conversation_start_date: str | None = None,
     ) -> None:
-        """reasoning_effort: low, medium or high. Errors: UserError for another value, or a tokenizer without the marks."""
+        """Create it. Errors: UserError if reasoning_effort is not low, medium or high, or if the tokenizer lacks `MARKS`."""
         super().__init__(tokenizer)
         efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
         if reasoning_effort is not None and reasoning_effort not in efforts:
@@ -83,7 +84,7 @@ class Harmony(Dialect):
     @property
     @override
     def stop_token_ids(self) -> list[int]:
-        """Ids of <|return|> and <|call|>. <|end|> ends a message, but not a reply."""
+        """Token ids of <|return|> and <|call|>. The token <|end|> ends a message, but not a reply."""
         return list(self._stops)
 
     # -- parsing of replies ---------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Harmony(Dialect):
 
     @override
     def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the message of `Dialect` without the thinking, which conversation histories leave out."""
+        """Return the reply as `Dialect.message` does, but without the thinking, because conversation histories leave it out."""
         parsed = self.parse(token_ids)
         if parsed.malformed is not None:
             return super().message(token_ids)
@@ -156,7 +157,7 @@ class Harmony(Dialect):
         return True
 
     def _misplaced(self, token_ids: Sequence[int]) -> str | None:
-        """Return the error in special tokens, which the library reads as text within messages; None if there is none."""
+        """Describe a misplaced special token, which the library would read as text within a message; None if there is none."""
         marks = self._ids.marks
         ends = {marks["<|end|>"], *self._stops}
         places = {  # allowed positions of each special token, and the next position
@@ -192,9 +193,9 @@ class Harmony(Dialect):
     def history(
         self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
     ) -> list[int] | None:
-        """Return the history of `Dialect`: an answer ends in <|end|>, and the analysis channel is left out with its calls.
+        """Return the history as `Dialect.history` does. An answer ends in <|end|>; the analysis channel is left out.
 
-        Results on the analysis channel are left out too. None if a reply cannot be parsed.
+        Calls and results on the analysis channel are left out too. None if a reply cannot be parsed.
         """
         told = self._opening(messages, tools)
         try:
@@ -233,7 +234,10 @@ class Harmony(Dialect):
 
     @override
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
-        """Return the tokens of `Dialect`. A result's author is the called tool: by message name, else in the calls' order."""
+        """Return the tokens that `Dialect.observation` describes.
+
+        The author of a result is the called tool: the one with the message's name, or the next one in the order of calls.
+        """
         asked = self._asked(after or [])
         told = []
         for result in results:
@@ -247,7 +251,7 @@ class Harmony(Dialect):
 
     @override
     def reply(self, text: str) -> list[int]:
-        """Return the tokens of an answer, on the final channel."""
+        """Return the tokens of an answer on the final channel."""
         return self.reply_of({"role": "assistant", "content": text})
 
     @override
@@ -255,7 +259,7 @@ class Harmony(Dialect):
         return self._ids.from_library(self._said(self._told(message)))
 
     def _said(self, messages: Sequence[Spoken]) -> list[int]:
-        """Return the library's ids of an assistant's messages as one reply."""
+        """Return one reply that consists of these messages of the assistant, as ids of the openai-harmony library."""
         end, call = (self._encoding.encode(mark, allowed_special="all")[0] for mark in ("<|end|>", "<|call|>"))
         rendered = [self._encoding.render(message) for message in messages[:-1]]
         ids = [token for one in rendered for token in [*one[:-1], end if one[-1] == call else one[-1]]]
@@ -273,7 +277,7 @@ class Harmony(Dialect):
         return self._ids.from_library(ids)
 
     def _told(self, message: Message, asked: list[tuple[str, str]] | None = None) -> list[Spoken]:
-        """Convert a message in OpenAI's form to the library's. asked: recipient and channel of calls without a result yet."""
+        """Convert a message in OpenAI's form to the openai-harmony library's. asked: see `_author`."""
         text, role = encodable(str(message.get("content") or "")), message["role"]
         if role == "assistant":
             calls = [_calling(Call(*parse_call(call))) for call in message.get("tool_calls") or []]
@@ -294,7 +298,7 @@ class Harmony(Dialect):
         return [result.with_recipient("assistant")]
 
     def _asked(self, reply: Sequence[int]) -> list[tuple[str, str]]:
-        """Return recipient and channel of all calls of a reply, malformed calls included."""
+        """Return (recipient, channel) of each call in a reply, malformed calls included."""
         try:
             messages = self.messages(reply)
         except (HarmonyError, OverflowError):
@@ -302,7 +306,7 @@ class Harmony(Dialect):
         return [(to, message.channel or "commentary") for message in messages if (to := _to(message)) and _named(to)]
 
     def _missing_end(self, reply: Sequence[int] | None) -> list[int]:
-        """Return the tokens that a truncated reply lacks: the end of its last message."""
+        """Return the tokens that a truncated reply lacks at its end: the end mark of its last message."""
         marks = self._ids.marks
         if not reply or reply[-1] in {marks["<|end|>"], *self._stops}:
             return []
@@ -326,7 +330,7 @@ def _spoken(text: str, channel: str) -> Spoken:
 
 
 def _channel(message: Spoken) -> str:
-    """Return the channel of an assistant's message. Errors: ValueError, worded as the model is told."""
+    """Return the channel of an assistant's message. Errors: ValueError, in the words that the model gets to read."""
     role = message.author.role
     if role is not Role.ASSISTANT:
         raise ValueError(
@@ -343,7 +347,7 @@ def _to(message: Spoken) -> str | None:
 
 
 def _named(recipient: str) -> str | None:
-    """Return the tool of a recipient; None for an invalid form, for example if a second channel follows it."""
+    """Return the name of the tool that a recipient stands for; None if the recipient is malformed, such as two channels."""
     if any(mark in recipient for mark in MARKS):
         return None
     namespace, _, name = recipient.partition(".")
@@ -357,7 +361,7 @@ def _is_code(message: Spoken) -> bool:
 
 
 def _call(message: Spoken) -> Call:
-    """Return a message as a call. Errors: ValueError, worded as the model is told."""
+    """Convert a message to a call. Errors: ValueError, in the words that the model gets to read."""
     channel, recipient, text = _channel(message), _to(message) or "", _text(message)
     name = _named(recipient)
     if name is None:
@@ -391,9 +395,10 @@ def _recipient(tool: str) -> str:
 
 
 def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
-    """Return author and channel of a tool's result. asked: calls without a result yet; the matching call is removed.
+    """Return (author, channel) for a tool's result, and remove the matching call from `asked`.
 
-    Without a name and a call (after a reply that cannot be parsed), the author is the namespace itself.
+    tool: name of the tool, or None. asked: (recipient, channel) of calls without a result yet. Without a name and a call (after
+    a reply that cannot be parsed), the author is the namespace itself.
     """
     for place, (recipient, channel) in enumerate(asked):
         if tool in (None, _named(recipient)):
@@ -406,7 +411,7 @@ def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _is_interpreter(function: Mapping[str, Any]) -> bool:
-    """Return whether a tool can be called by a message of plain code to `python`."""
+    """Return True if the model calls this tool by a message of plain code to `python`."""
     arguments = (function.get("parameters") or {}).get("properties") or {}
     return function["name"] == "python" and list(arguments) == ["code"]
 

@@ -1,4 +1,4 @@
-"""openai-harmony's encoding, loaded without a network, and the mapping between its ids and those of the model's tokenizer."""
+"""Token ids of the openai-harmony library: its encoding, loaded without a network, and the mapping to the tokenizer's ids."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megatron_rl.errors import UserError
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-"""Special tokens that structure a conversation."""
+"""Special tokens that structure a Harmony conversation."""
 _RANKS = 199_998
-"""Number of ranks of o200k_base: tokens with lower ids are text, all others are special."""
+"""Number of text tokens in o200k_base. Their ids are lower than this number; higher ids are special tokens."""
 _BASE = "TIKTOKEN_ENCODINGS_BASE"
 
 
@@ -30,14 +30,14 @@ def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class HarmonyIds:
-    """Mapping between the library's ids and a tokenizer's ids.
+    """Mapping between token ids of the openai-harmony library and of a model's tokenizer.
 
-    With gpt-oss's tokenizer both are the same. Another tokenizer, such as a tiny model's, must have the special tokens by name.
-    Special tokens are then mapped by name, and the text between them is encoded again.
+    With gpt-oss's tokenizer both are the same. Another tokenizer, such as a tiny model's, must have special tokens of the same
+    names. Special tokens are then mapped by name, and the text between them is encoded again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Errors: UserError if the tokenizer lacks special tokens, or the library's vocabulary is missing."""
+        """Create it. Errors: UserError if the tokenizer lacks special tokens, or the library's vocabulary is missing."""
         self.tokenizer, self.size = tokenizer, len(tokenizer)  # len takes 70 ms
         added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
         if missing := [mark for mark in MARKS if mark not in added]:
@@ -45,15 +45,15 @@ class HarmonyIds:
                 f"config: agent.dialect: harmony needs gpt-oss's tokenizer; the tokenizer of model.path has no {missing[0]}"
             )
         self.special = frozenset(added.values())
-        """The tokenizer's ids that are not text."""
+        """Token ids of the tokenizer that are not text."""
         self.marks = {mark: added[mark] for mark in MARKS}
-        """The tokenizer's ids of `MARKS`."""
+        """Token ids of `MARKS` in the tokenizer."""
         self.encoding, self._same = _load(tokenizer)
         self._theirs = {added[mark]: self.encoding.encode(mark, allowed_special={mark})[0] for mark in MARKS}
         self._ours = {theirs: ours for ours, theirs in self._theirs.items()}
 
     def to_library(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the library's ids for a tokenizer's ids. Errors: HarmonyError for an id that is not a token."""
+        """Convert token ids of the model's tokenizer to ids of the openai-harmony library. Errors: HarmonyError."""
         if self._same:
             return list(token_ids)
         ids: list[int] = []
@@ -65,7 +65,7 @@ class HarmonyIds:
         return ids
 
     def from_library(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokenizer's ids for a library's ids."""
+        """Convert token ids of the openai-harmony library to ids of the model's tokenizer."""
         if self._same:
             return list(token_ids)
         ids: list[int] = []
@@ -90,10 +90,10 @@ def _runs(token_ids: Sequence[int], special: dict[int, int]) -> Iterator[tuple[b
 
 
 def _load(tokenizer: PreTrainedTokenizerBase) -> tuple[HarmonyEncoding, bool]:
-    """Return the library's encoding, and whether the tokenizer's ids are the same. Errors: UserError.
+    """Return (the library's encoding, True if the tokenizer has the same ids). Errors: UserError.
 
-    The library downloads its vocabulary unless it finds the file in a folder, and checks its hash. gpt-oss's tokenizer contains
-    the same vocabulary.
+    The library downloads its vocabulary unless it finds the file in a folder, and checks the file's hash. gpt-oss's tokenizer
+    contains the same vocabulary.
     """
     own = _own_ranks(tokenizer)
     if own is not None:
@@ -105,7 +105,7 @@ def _load(tokenizer: PreTrainedTokenizerBase) -> tuple[HarmonyEncoding, bool]:
 
 
 def unpacked_ranks() -> bytes:
-    """Return o200k_base as a .tiktoken file. Errors: UserError if the package with this file is not installed."""
+    """Return the vocabulary o200k_base as a .tiktoken file. Errors: UserError if the file's package is not installed."""
     package = importlib.util.find_spec("bpe_openai")  # not imported: only its file is needed
     if package is None or package.origin is None:
         raise UserError(
@@ -116,7 +116,7 @@ def unpacked_ranks() -> bytes:
 
 
 def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
-    """Return the tokens of a byte-level tokenizer as a .tiktoken file; None if it has fewer tokens than o200k_base."""
+    """Return a byte-level tokenizer's vocabulary as a .tiktoken file; None if it has fewer tokens than o200k_base."""
     names: dict[int, str] = {number: name for name, number in tokenizer.get_vocab().items() if number < _RANKS}
     if len(names) < _RANKS:
         return None
@@ -130,7 +130,7 @@ def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
 
 @functools.lru_cache(maxsize=1)  # takes a second, and each evaluation set has its own dialect
 def _load_from(ranks: bytes) -> HarmonyEncoding:
-    """Return the encoding of the vocabulary in a .tiktoken file. Errors: HarmonyError if it is not the library's."""
+    """Return the encoding for a vocabulary in a .tiktoken file. Errors: HarmonyError if it is not the library's vocabulary."""
     before = os.environ.get(_BASE)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "o200k_base.tiktoken").write_bytes(ranks)

@@ -1,4 +1,4 @@
-"""Calls as Qwen and Hermes models write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Dialects with calls in plain text: Qwen and Hermes (<tool_call>{"name": ..., "arguments": {...}}</tool_call>), and ReAct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 def _call(call: Any) -> Call:
-    """Return a value as a call. Errors: TypeError, worded as the model is told."""
+    """Convert a parsed JSON value to a call. Errors: TypeError, in the words that the model gets to read."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise TypeError('the call is no JSON object with a "name"')
     others = [key for key in call if key != "name"]
@@ -31,7 +31,7 @@ def _call(call: Any) -> Call:
 
 
 def _unmatched(rest: str) -> str | None:
-    """Return the problem with the tags after the first one; None if there is none."""
+    """Return the problem with the tags in `rest`, the text after the first <tool_call>; None if the tags match."""
     inside, ended, _ = rest.partition(END)
     if BEGIN in inside:
         return f"{BEGIN} and {END} do not match"
@@ -39,7 +39,7 @@ def _unmatched(rest: str) -> str | None:
 
 
 class Qwen(Dialect):
-    """Qwen's dialect, which Hermes models use too; for every ChatML tokenizer."""
+    """Qwen's dialect, which Hermes models use too. It works for every ChatML tokenizer."""
 
     instruction = (
         "You may call functions to answer the user.\n\nFunction signatures, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n\n"
@@ -86,7 +86,10 @@ class Qwen(Dialect):
 
     @override
     def reply_of(self, message: Message) -> list[int]:
-        """Continue the thinking if the template's generation prompt has started it; otherwise the same as `Dialect`."""
+        """Return the tokens of a reply as `Dialect.reply_of` does.
+
+        If the template's generation prompt has started the thinking already, the reply continues it.
+        """
         text, begun = self.message_text(message), self._begun
         if begun and "</think>" not in text:
             text = self.thought_text("") + text
@@ -96,13 +99,13 @@ class Qwen(Dialect):
 
     @cached_property
     def _begun(self) -> str:
-        """Start of the thinking at the end of the generation prompt; '' if there is none."""
+        """Beginning of the thinking that ends the template's generation prompt; '' if there is none."""
         asked = self._template([{"role": "user", "content": "?"}])
         return asked[asked.rfind("<think>") :] if asked.rstrip().endswith("<think>") else ""
 
     @cached_property
     def _wraps(self) -> bool:
-        """True if the template shows a tool's message in these models' form. Some templates raise for such a message."""
+        """True if the template wraps a tool's message in <tool_response> tags. Some templates raise for such a message."""
         asked = [{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]
         try:
             return "<tool_response>" in self._template(asked)
@@ -111,7 +114,7 @@ class Qwen(Dialect):
 
     @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages; if the template does not wrap a tool's message, return it wrapped in a user message."""
+        """Return the messages. If the template does not wrap tools' messages, they become wrapped user messages."""
         if self._wraps:
             return list(messages)
         wrapped: list[Message] = []
@@ -181,7 +184,7 @@ class ReAct(Dialect):
 
     @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a tool's message as a user message, because the templates have no tools here."""
+        """Return the messages with tools' messages as user messages, because the templates do not describe tools here."""
         shown = []
         for message in messages:
             if message["role"] == "tool":

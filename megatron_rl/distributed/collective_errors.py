@@ -1,4 +1,4 @@
-"""Error reports that name the missing ranks if a collective fails because a process, its host or the network is gone."""
+"""Error messages that name the missing ranks if a collective fails because a process, its host or the network is gone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import suppress
 import torch.distributed as dist
 
 PATIENCE_S = 5.0
-"""Time in seconds to wait for word from the other processes, which notice the failure at about the same time."""
+"""Seconds to wait for an answer of the other processes, which notice the failure at about the same time."""
 _KEY = "megatron_rl/lost"
 
 
 def lost_contact(error: BaseException) -> str | None:
-    """Return one line about a failed collective; None for any other error, or if there is only one process.
+    """Return one line that describes a failed collective; None for any other error, or if there is only one process.
 
-    Every process that notices the failure writes to the store of the process group, so each can name the silent ranks.
+    Every process that notices the failure writes to the store of the process group, so each process can name the silent ranks.
     """
     if not _of_a_collective(error) or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None

@@ -1,6 +1,6 @@
-"""NCCL settings that trainer and engine must share, before either creates the group of both."""
+"""NCCL settings that trainer and engine must share. They must be set before either one joins the common process group."""
 
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}
-"""Default values. A value that is already set in the environment is kept; set the same value for external servers. SGLang
-0.5.23 also sets this variable (`sglang/srt/entrypoints/engine.py`), and both ends of a group must allocate memory in the
+"""Default values of environment variables. A value that is already set is kept; set the same value for external servers. SGLang
+0.5.23 also sets this variable (`sglang/srt/entrypoints/engine.py`). All members of a process group must allocate memory in the
 same way (see vLLM's known issues)."""

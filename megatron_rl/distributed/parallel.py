@@ -1,4 +1,4 @@
-"""torch.distributed and Megatron's parallel state, and the operations on them that the rest of the package needs."""
+"""torch.distributed and Megatron's parallel state, with the collective operations that the package needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_rl.errors import StopRequested, together  # noqa: E402
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""Longest time in seconds between two signs of life, while a process waits for something outside of the run."""
+"""Longest time in seconds between two heartbeats of a process that waits for something outside of the run."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Ranks:
     leaders: tuple[int, ...]
     """Global ranks of the leaders, by data-parallel rank."""
     world_group: dist.ProcessGroup
-    """All processes, over gloo, for objects and flags."""
+    """Process group of all processes, over gloo, for objects and flags."""
     device: torch.device
 
     def from_leader(self, value: T | None) -> T:
@@ -80,7 +80,7 @@ class Ranks:
         return self.from_main(together(work if self.rank == 0 else None, self.world_group))
 
     def leaders_do(self, work: Callable[[], T], *, patient: bool = False) -> T | None:
-        """Run `work` on the leaders and return its result there, None elsewhere. One leader's error is raised on every process.
+        """Run `work` on the leaders and return its result there, None elsewhere. A leader's error is raised on every process.
 
         patient: the work may take any time (`patiently`).
         """
@@ -89,14 +89,14 @@ class Ranks:
         return together(work if self.is_leader else None, self.world_group)
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` on every process and return its result. One process's error is raised on every process."""
+        """Run `work` on every process and return its result. If it fails on one process, every process raises the error."""
         done: Any = together(work, self.world_group)
         return done
 
     def patiently(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Run work on every process that waits for something outside, such as servers. Return a function that gives the result.
+        """Run `work`, which waits for something outside (such as servers), on every process. Return a function for its result.
 
-        The work runs in a thread, while the processes exchange signs of life. So a long wait does not look like a lost process
+        The work runs in a thread, while the processes exchange heartbeats. So a long wait does not look like a lost process
         (parallel.timeout_s), and a lost process is noticed within that time. Returns when all processes have finished the work.
         """
         if self.world_size == 1:
@@ -108,10 +108,10 @@ class Ranks:
     def wait_for(
         self, done: Future, stop: Callable[[], bool] = lambda: False, enough: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait like `patiently` for work that every process has begun, or until `enough` returns True.
+        """Wait like `patiently` for work that every process has begun, or until `stop` or `enough` returns True.
 
         enough: collective, with the same result on all processes. Returns True on all processes if `stop` returned True on one
-        of them. In this case, and if `enough` returned True, the work may still be running.
+        of them. If `stop` or `enough` returned True, the work may still be running.
         """
         start = time.monotonic()
         while True:
@@ -122,9 +122,9 @@ class Ranks:
                 return bool(stopped)
 
     def exchange(self, outgoing: list[T]) -> list[T]:
-        """Send outgoing[d] to the leader of data-parallel rank d. Return what each leader has sent here, in their order.
+        """Send outgoing[d] to the leader of data-parallel rank d. Return the objects from all leaders, in the order of ranks.
 
-        Every process calls it. On processes that are not leaders, outgoing is ignored and the result is empty.
+        Every process calls this method. On processes that are not leaders, outgoing is ignored and the result is empty.
         """
         if self.data_size == 1:
             return outgoing if self.is_leader else []
@@ -154,7 +154,7 @@ class Ranks:
         return tensor.tolist()
 
     def total(self, value: int, *, of_leaders: bool = False) -> int:
-        """Return the sum over all processes, or over one process of each copy of the model."""
+        """Return the sum over all processes. of_leaders: sum over the leaders only (one process of each copy of the model)."""
         tensor = torch.tensor(value if self.is_leader or not of_leaders else 0)
         dist.all_reduce(tensor, group=self.world_group)
         return int(tensor)
@@ -172,7 +172,7 @@ class Ranks:
 
 
 def in_background[R](work: Callable[[], R]) -> Future[R]:
-    """Run work in a daemon thread. The interpreter would wait at its end for other kinds of threads."""
+    """Run work in a daemon thread, because the interpreter waits at its end for all other threads."""
     done: Future[R] = Future()
 
     def run() -> None:
@@ -188,7 +188,7 @@ def in_background[R](work: Callable[[], R]) -> Future[R]:
 def initialize(config: ParallelConfig, seed: int) -> Ranks:
     """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
 
-    All data-parallel ranks get the same random seeds; tensor and pipeline ranks get different seeds, as in Megatron.
+    All data-parallel ranks get the same random seeds. Tensor-parallel and pipeline ranks get different seeds, as in Megatron.
     """
     timeout = timedelta(seconds=config.timeout_s)
     gpu = torch.cuda.is_available()
@@ -234,7 +234,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
 
 
 def process_group(found: object) -> dist.ProcessGroup:
-    """Return a group of Megatron's parallel state, typed. Megatron's functions have no types."""
+    """Return a group of Megatron's parallel state as a `ProcessGroup`, because Megatron's functions have no types."""
     assert isinstance(found, dist.ProcessGroup)
     return found
 
@@ -248,7 +248,7 @@ def used_gb() -> float | None:
 
 
 def shutdown() -> None:
-    """Leave Megatron's parallel state and torch.distributed, for programs that go on (tests, tools)."""
+    """Shut down Megatron's parallel state and torch.distributed, for programs that continue afterwards (tests, tools)."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -262,11 +262,11 @@ def shutdown() -> None:
 class Interrupt:
     """Request to stop. Trainers check it between passes and, without a pipeline, between micro-batches.
 
-    All processes check equally often. Each check gets the result of the previous check, so that no process waits.
+    All processes check equally often. Each check returns the result of the check before, so that no process waits.
     """
 
     def __init__(self, ranks: Ranks, asked: Callable[[], bool], *, deep: bool) -> None:
-        """Create it. asked: returns True if this process was asked to end; deep: also check between micro-batches."""
+        """Create it. asked: returns True if this process was asked to end. deep: True to check between micro-batches too."""
         self.deep = deep
         self._ranks, self._asked = ranks, asked
         self.armed = False
@@ -275,12 +275,12 @@ class Interrupt:
         self._sum: dist.Work | None = None
 
     def arm(self) -> None:
-        """Start a step. All processes call this method."""
+        """Mark the start of a step, which may be aborted. All processes call this method."""
         self.disarm()
         self.armed = True
 
     def disarm(self) -> None:
-        """Mark that the step has changed something, so it must be completed. All processes call this method."""
+        """Mark that the step has changed something and must be completed. All processes call this method."""
         self.armed = False
         if self._sum is not None:
             self._sum.wait()

@@ -1,7 +1,8 @@
-"""Rendezvous of a run's processes and their trust in each other: a listener on a single address, and signed objects.
+"""Connections between a run's processes: a rendezvous that listens on a single address, and signed objects.
 
-Objects between processes (torch's, Megatron's and ours) are pickles over gloo, and gloo's listeners accept every connection. So
-each object is signed with the key of the run. An object without a valid signature is refused before it is unpickled.
+The objects that torch, Megatron and this package send between processes are pickles over gloo, and gloo's listeners accept
+every connection. So each object is signed with the key of the run. An object without a valid signature is refused before it is
+unpickled.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from megatron_rl.errors import UserError
 
 
 def own_address(host: str, port: int = 80) -> str:
-    """Return this machine's address as seen from `host` (no packet is sent). Errors: OSError if there is no route."""
+    """Return this machine's address on the route to `host` (no packet is sent). Errors: OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
 def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Wait until something accepts connections at host:port. Errors: TimeoutError after timeout_s, with the last reason."""
+    """Wait until a process accepts connections at host:port. Errors: TimeoutError after timeout_s, with the last reason."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = deadline - time.monotonic()
@@ -53,7 +54,7 @@ def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if an address or name is only reachable from this machine."""
+    """Return True if an address or host name can only be reached from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -67,9 +68,10 @@ def is_loopback(host: str) -> bool:
 
 
 def _devices() -> list[Any]:
-    """Return one device per interface in GLOO_SOCKET_IFNAME; by default, one on the interface that leads to MASTER_ADDR.
+    """Return a gloo device for each interface in GLOO_SOCKET_IFNAME; by default, for the interface that leads to MASTER_ADDR.
 
-    torch's default uses the host's name. On a cluster, this is often the wrong network, and on Debian it is the loopback.
+    torch's default uses the address of the host's name. On a cluster, this is often the wrong network, and on Debian it is the
+    loopback interface.
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
@@ -82,7 +84,7 @@ def _devices() -> list[Any]:
 
 
 def share_device() -> None:
-    """Let new groups over gloo share the same devices. With a torch older than the pinned version, nothing changes."""
+    """Let all new gloo groups share the same devices. With a torch older than the pinned version, do nothing."""
     if "_backend_type" not in inspect.signature(Backend.register_backend).parameters:
         return  # it would treat a backend that is registered again as foreign, without monitored barrier
     devices = _devices()
@@ -110,7 +112,7 @@ def share_device() -> None:
 def join(backend: str, timeout: timedelta) -> None:
     """Start torch.distributed from torchrun's environment, or for this process alone without it. Collective.
 
-    Errors: torch's DistNetworkError if the others cannot be reached.
+    Errors: torch's DistNetworkError if the other processes cannot be reached.
     """
     share_device()
     # torch has no argument for the pickler, but uses these two names.
@@ -137,10 +139,10 @@ def join(backend: str, timeout: timedelta) -> None:
 
 
 def listening_store(host: str, port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
-    """Return a store for `size` processes that listens on one address of this machine; torch's own listens on all addresses.
+    """Return a store for `size` processes that listens on one address. torch's own store listens on all addresses.
 
-    port: 0 for a free port. wait: block until all processes have joined. Errors: OSError if the address is not one of this
-    machine's, or is in use.
+    port: 0 for a free port. wait: block until all processes have joined. Errors: OSError if the address does not belong to this
+    machine, or if it is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -163,7 +165,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(signed: bytes) -> Any:
-    """Return the object from `dumps`. Errors: UserError for an invalid signature; then nothing is unpickled."""
+    """Return the object from a signed pickle of `dumps`. Errors: UserError, before unpickling, if the signature is invalid."""
     size = hashlib.sha256().digest_size
     if not hmac.compare_digest(signed[:size], _signature(signed[size:])):
         raise UserError(
@@ -194,7 +196,10 @@ class _SignedUnpickler:
 
 
 def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Wait for rank 0's store. If nobody listens, torch's own connect takes twice as long as its timeout."""
+    """Wait until rank 0's store listens.
+
+    If no process listens, torch's own connect takes twice as long as its timeout.
+    """
     try:
         wait_for_listener(host, port, timeout_s)
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""Features of the trainer as update hooks: routing replay, route predictors, router balance, guards."""
+"""Update hooks, which add features to the trainer: routing replay, route predictors, router balance, checks before updates."""
 
 from megatron_rl.platform import activate
 

@@ -1,4 +1,4 @@
-"""Checks before training that the engine's log-probs and routes can come from this model."""
+"""Hooks that stop or skip an update if the trainer and the engine, or the old and current policy, do not agree."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.trainer.objective import CLOSE
 from megatron_rl.trainer.trainer import Trainer
 
 FEWEST = 32
-"""Number of tokens in an update below which nothing is checked."""
+"""Smallest number of tokens in an update for which the check is meaningful. Smaller updates are not checked."""
 
 
 class AgreementFloor(UpdateHook):
-    """Stops the run if less than a share `floor` of an update's tokens, or of a layer's experts, agrees with the engine.
+    """Stops the run if too few of an update's tokens, or of a layer's expert choices, agree with the engine.
 
-    With `correction.bypass`, the trainer's side is the current policy. Later updates of a rollout batch have moved it on
-    purpose, so they are not checked.
+    The smallest allowed share is `floor`. With `correction.bypass`, the engine is compared with the current policy. Later
+    updates of a rollout batch have changed this policy on purpose, so they are not checked.
     """
 
     def __init__(self, floor: float) -> None:
@@ -30,26 +30,28 @@ class AgreementFloor(UpdateHook):
         self._bypass = self._moved = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Store which layers have routes, and whether the correction is bypassed."""
+        """Store which layers have routes, and if the correction is bypassed."""
         self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
         self._bypass = trainer.config.correction.bypass
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Note if the policy has been updated since it sampled."""
+        """Store if the policy has been updated since it sampled."""
         self._moved = self._bypass and place.update > 0
 
     def check(self, metrics: Metrics) -> None:
-        """Raise UserError if too little agrees."""
+        """Raise UserError if the shares of agreement are below the floor."""
         if not self._moved:
             check_agreement(metrics, self._layers, self.floor)
 
 
 def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -> None:
-    """Raise UserError if too little agrees. metrics: of an update, over all processes; demonstrations have nothing to compare.
+    """Raise UserError if shares of agreement are below `floor`. Demonstrations have nothing to compare.
+
+    metrics: of an update, merged over all processes.
 
     The share of log-probs within a factor of two and the share of equal experts are both near 1 in a healthy run, also in FP8:
-    rounding changes few experts, and moves few log-probs by 0.7. Routes of unrelated tokens only agree by chance: topk /
-    experts times the unevenness of the load, which is 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral) for an even load.
+    rounding changes few experts, and changes few log-probs by 0.7. Routes of unrelated tokens agree only by chance. The chance
+    is topk / experts times the unevenness of the load. For an even load this is 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral).
     """
     if CLOSE not in metrics:
         return
@@ -81,25 +83,25 @@ def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -
 
 
 EXACTLY = {"loss/ratio": 1.0, "loss/clip_fraction": 0.0}
-"""Metrics and their values in an on-policy update."""
+"""{metric: its exact value in an on-policy update}."""
 
 
 class OnPolicy(UpdateHook):
-    """Stops the run before an update if the weights differ from the pushed weights, or if the ratio is not exactly 1."""
+    """Stops the run before an update if the weights changed after the last weight sync, or if the ratio is not exactly 1."""
 
     def __init__(self) -> None:
         self._pushed: dict[str, int] = {}
 
     def attach(self, trainer: Trainer) -> None:
-        """Store the trainer, whose weights are compared."""
+        """Store the trainer, to compare its weights later."""
         self._trainer = trainer
 
     def weights_pushed(self) -> None:
-        """Store the fingerprints of the pushed weights."""
+        """Store the fingerprints of the weights that were sent to the engine."""
         self._pushed = self._trainer.fingerprints()
 
     def check(self, metrics: Metrics) -> None:
-        """Raise UserError, on all processes, if a weight has changed or the ratio is not 1."""
+        """Raise UserError, on all processes, if a weight has changed since the weight sync or the ratio is not 1."""
         self._trainer.ranks.all_do(self._check_weights)
         check_exact(metrics)
 
@@ -132,30 +134,30 @@ def check_exact(metrics: Metrics) -> None:
 
 
 OLD_KL = "loss/old_kl"
-"""Name of a metric: k3 estimate of KL(old policy || current policy) in an update's pass, in nats per token."""
+"""Name of the metric of the KL(old policy || current policy), a k3 estimate from an update's pass in nats per token."""
 
 
 class TargetKL(UpdateHook):
-    """Skips an update if its pass measures a KL above the limit, and ends the work on its rollout batch.
+    """Skips an update if its pass measures a KL above the limit, and skips all later updates of the rollout batch.
 
     The KL is measured on the update's own tokens, before its step. (OpenAI's Spinning Up and Stable-Baselines3 also do this,
     but stop at 1.5 times their target_kl; here the limit itself counts.) The first update of a rollout batch is always done.
     """
 
     def __init__(self, limit: float, updates: int) -> None:
-        """Create it. limit: in nats per token. updates: number of updates per rollout batch."""
+        """Create it. limit: largest KL in nats per token. updates: number of updates per rollout batch."""
         self.limit, self.updates = limit, updates
         self._update = 0
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Note the index of the update in the rollout batch."""
+        """Store the index of the update in the rollout batch."""
         self._update, self.ends_batch = place.update, False
 
     def check(self, metrics: Metrics) -> None:
-        """Compare the KL over all processes' tokens with the limit."""
+        """Set `ends_batch` if the KL over all processes' tokens exceeds the limit."""
         total, tokens = metrics[OLD_KL].parts if OLD_KL in metrics else (0.0, 0)
         self.ends_batch = self._update > 0 and total > self.limit * tokens
 
     def metrics(self) -> Metrics:
-        """Return the number of skipped updates of the rollout batch, this one included."""
+        """Return the number of the rollout batch's skipped updates, this one included."""
         return {"update/left_out": alike(float(self.ends_batch * (self.updates - self._update)), across="sum")}

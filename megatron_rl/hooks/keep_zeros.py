@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class KeepZeros(UpdateHook):
     """Removes the gradient of weights that are zero in the folder model.path.
 
-    This suffices. Adam's moments of such a weight are zero from the first step on, so its step is 0 / (0 + eps), and weight
-    decay takes a share of 0. So the fp32 weight, its bf16 copy, checkpoints and exports all have an exact zero. The gradient is
-    removed before the gradient norm is computed, so it does not affect the clipping of other gradients.
+    This suffices to keep them at zero. Adam's moments of such a weight are always zero, so its step is 0 / (0 + eps), and
+    weight decay multiplies 0. So the fp32 weight, its bf16 copy, checkpoints and exports all have an exact zero. The gradient
+    is removed before the gradient norm is computed, so it does not affect the clipping of other gradients.
     """
 
     def __init__(self, keep: bool | list[str]) -> None:
-        """Create it. keep: patterns of plain names (`models.freeze`); True: linear layers of attention, MLPs and experts."""
+        """Create it. keep: patterns of weight names (`models.freeze`); True: linear layers of attention, MLPs and experts."""
         self.patterns = [] if isinstance(keep, bool) else keep
         self._trainer: Trainer | None = None
         self._zeros: list[tuple[str, torch.nn.Parameter, Tensor]] = []
         self._looked = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Find the zeros. Errors: UserError if there are none."""
+        """Find the zero weights. Errors: UserError if there are none."""
         self._trainer = trainer
         wanted = linear_weights(Shape.from_config(trainer.model.hf_config), self.patterns)
         for named in trainer.model.parameter_names(trainer.chunks):
@@ -46,7 +46,7 @@ class KeepZeros(UpdateHook):
             )
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Check before the first update that loaded weights have the same zeros. Errors: UserError, on all processes."""
+        """Check, before the first update, that loaded weights have the model folder's zeros. Collective. Errors: UserError."""
         if self._looked or stage != "update" or self._trainer is None:
             return
         self._looked = True
@@ -63,5 +63,5 @@ class KeepZeros(UpdateHook):
             parameter.main_grad.masked_fill_(zero, 0)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
 
     def tensors(self) -> list[Tensor]:
-        """Return the masks, which take one byte per weight."""
+        """Return the masks of zero weights, which take one byte per weight."""
         return [zero for _, _, zero in self._zeros]

@@ -1,4 +1,4 @@
-"""Training of the route predictors, with an Adam of their own: the policy's gradients and clipping are not affected."""
+"""Training of the route predictors. They have their own Adam, so the policy's gradients and clipping are not affected."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_adam(weights: Iterable[Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    """Return the predictors' optimizer. `set_lr` sets its learning rate before each step."""
+    """Return the predictors' optimizer. `set_lr` sets the optimizer's learning rate before each step."""
     # Momentum would remember gradients for longer than predictor_decay lets a predictor remember them.
     betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
     return torch.optim.AdamW(weights, betas=betas, eps=optimizer.eps)
 
 
 def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
-    """Set learning rate and decay for the next step. lr: learning rate of the policy's last step."""
+    """Set learning rate and weight decay for the next step. lr: learning rate of the policy's last step."""
     for group in adam.param_groups:
         group["lr"] = lr * routing.predictor_lr_multiplier
         # AdamW decays by learning rate x weight decay.
@@ -42,10 +42,10 @@ def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
 
 
 class Predictors(UpdateHook):
-    """Predictors of this process's MoE layers. All processes with these layers have the same predictors.
+    """Trains the predictors of this process's MoE layers. All processes with the same layers have the same predictors.
 
-    They learn in every update of a rollout batch except the first, before which the routers have not changed. A pipeline stage
-    without a MoE layer has no predictors.
+    Predictors learn in every update of a rollout batch except the first, before which the routers have not changed. A pipeline
+    stage without an MoE layer has no predictors.
     """
 
     name = "predictors"
@@ -58,13 +58,13 @@ class Predictors(UpdateHook):
         self.weights: dict[int, torch.nn.Parameter] = {}
         self.adam: torch.optim.AdamW | None = None
         self._gradients: dict[int, Tensor] = {}
-        """Gradient [E, d] by layer of the loss, summed over this process's tokens in the update."""
+        """{layer: gradient [E, d] of the predictor's loss}, summed over this process's tokens in the update."""
         self._learning: list[PredictorGradients] = []
-        """Observers that learn, one per micro-batch."""
+        """Observers that collect the predictors' gradients, one per micro-batch."""
         self._failed = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Add a predictor to each router, and make the predictors' optimizer."""
+        """Add a predictor to each router, and create the predictors' optimizer."""
         found = dict(routers(trainer.chunks))
         for layer, router in found.items():
             router.add_predictor()
@@ -77,14 +77,15 @@ class Predictors(UpdateHook):
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
         self.group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        """Group over which tokens are split: data, context and (sequence-parallel) tensor ranks; experts split data ranks."""
+        """Ranks over which the tokens are split: data-parallel, context-parallel and (with sequence parallelism)
+        tensor-parallel ranks. Expert-parallel ranks are data-parallel ranks too."""
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
         """Clear the gradients of the last pass."""
         self._gradients, self._learning, self._failed = {}, [], False
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return the observers that predict routes in this pass, or learn to."""
+        """Return the observers that predict routes in this pass, or that collect gradients for the predictors."""
         learns, scaled = place.update > 0, self.config.predictor_horizon == "scaled"
         horizon = relative_horizon(place.update, self.updates) if scaled else 1.0
         if stage == "log_probs":
@@ -100,20 +101,23 @@ class Predictors(UpdateHook):
         return [learning]
 
     def after_step(self, step: Step) -> None:
-        """Let the predictors learn if the step was taken. Else the cause of the failure may also be in the router logits."""
+        """Update the predictors if the policy's step was taken.
+
+        Otherwise, the cause of the skipped step may be in the router logits, from which the predictors learn.
+        """
         if self._learning and step.done:
             tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
             self._failed = not self.learn(self._gradients, tokens, step.lr)
         self._gradients, self._learning = {}, []  # else the micro-batches would stay in memory
 
     def metrics(self) -> Metrics:
-        """Return whether the predictors skipped the update."""
+        """Return a metric that tells if the predictors skipped the update."""
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
 
     def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
-        """Do one update with the mean gradient over the cached tokens of all processes, layer by layer. Collective.
+        """Update the predictors with the mean gradient over the cached tokens of all processes, layer by layer. Collective.
 
-        gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Returns False
+        gradients: {layer: [E, d]}, summed over this process's `tokens`. lr: the policy's current learning rate. Returns False
         if the update was skipped, because there is no cached token or a gradient is not finite.
         """
         assert self.adam is not None
@@ -138,11 +142,11 @@ class Predictors(UpdateHook):
     # -- checkpoints: the weights are part of the model's state, the moments are saved beside it -------------------
 
     def progress(self) -> dict[str, int]:
-        """Return the number of updates of the predictors."""
+        """Return the number of updates that the predictors have made."""
         return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Return Adam's moments."""
+        """Return the moments of the predictors' Adam."""
         if self.adam is None:
             return {}
         sharded = get_param_id_to_sharded_param_map(model_state, iter(self.weights.values()))
@@ -157,7 +161,7 @@ class Predictors(UpdateHook):
         }
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
-        """Restore the moments and their step count."""
+        """Restore the moments and step count of the predictors' Adam."""
         if self.adam is None:
             return
         for layer, weight in self.weights.items():

@@ -1,4 +1,4 @@
-"""Routing replay as a hook of the trainer: routes are recorded, replayed and measured in every pass."""
+"""Hook for routing replay: routes are recorded, replayed and measured in every forward pass."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
 
 class RoutingReplay(UpdateHook):
-    """Selects whose choice of experts is used in each pass, and measures it."""
+    """Selects the source of the experts in each forward pass (for example the engine's routes), and measures the routes."""
 
     def __init__(self, source: RouteSource, *, gates: bool = False, give_up_below: float = 0.0) -> None:
-        """Create it. gates, give_up_below: with r3, `routing.replay_gates` and `routing.give_up_below`."""
+        """Create it. With r3, gates and give_up_below are `routing.replay_gates` and `routing.give_up_below`."""
         self.source: RouteSource = source
         self.gates, self.give_up_below = gates, give_up_below
         self._counts = False
-        """True if this process's tokens count; each token counts once per copy of the model."""
+        """True if this process counts its tokens, so that each token counts once per copy of the model."""
         self._without_route = 0
-        """Number of tokens without a route in the current pass."""
+        """Number of tokens in the current pass for which the engine returned no route."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Store whether this process's tokens count."""
+        """Store if this process counts its tokens."""
         self._counts = trainer.reports
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Count the tokens for which the engine returned no experts."""
+        """Count the tokens for which the engine returned no route."""
         self._without_route = sum(batch.without_route for batch in batches)
 
     def metrics(self) -> Metrics:
-        """Return the number of tokens that were routed freely although the engine's routes should be replayed."""
+        """Return the number of tokens whose routes should be replayed but were chosen by the trainer's router."""
         if self.source not in FROM_ENGINE:
             return {}
         return {"routing/fallback_tokens": total(self._without_route if self._counts else 0)}
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return the observers that replay, record and measure in this pass."""
+        """Return the observers that replay, record and measure routes in this pass."""
         update, from_engine = place.update + 1, self.source in FROM_ENGINE
         found: list[RouteObserver] = [EngineAgreement(table, update), ExpertLoad(table, update)]
         if from_engine or (stage == "update" and self.source != "none"):

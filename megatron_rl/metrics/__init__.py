@@ -1,1 +1,1 @@
-"""Metrics with their reductions, the log of a run, mismatch statistics and scores of evaluations."""
+"""Metrics and their reductions, the log of a run, statistics of the mismatch, and scores of evaluations."""

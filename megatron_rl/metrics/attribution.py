@@ -1,4 +1,4 @@
-"""Sources of a mismatch: the share of each source, and a table of the shares for the terminal and the report."""
+"""Sources of a mismatch: each source's share, and a table of the shares for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ ATTRIBUTION_FILE = "attribution.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A difference between trainer and engine, and the mismatch that remains without it."""
+    """A cause of differences between trainer and engine, and the mismatch that remains when the cause is removed."""
 
     name: str
-    """routes | gates | tail | attention | precision | all"""
+    """Name of the source: routes | gates | tail | attention | precision | all."""
     removed_by: str
-    """Replacement that removed the source, or the reason why it could not be removed."""
+    """Description of the replacement that removed the source, or the reason why it could not be removed."""
     kl: float | None
     """k3 estimate of KL(engine || trainer) without the source, nats per token; None if it was not removed."""
     share: float | None = None
-    """Share of the whole KL that the removal took away; below 0 if the mismatch grew."""
+    """Share of the whole KL that disappears when the source is removed; below 0 if the mismatch grows."""
     error: float | None = None
     """Standard error of the share, over the batch's sequences."""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Sources of the mismatch in one recorded step."""
+    """Result of the attribution: the sources of the mismatch in one recorded step."""
 
     step: int
     tokens: int
-    """Number of loss tokens, without tokens outside the run's safe set."""
+    """Number of tokens in the loss that lie in the run's safe set."""
     sequences: int
     left_out: int
-    """Number of sequences that were excluded, because several weight versions sampled them."""
+    """Number of excluded sequences, which weights of several versions sampled."""
     kl: float
-    """KL of the run's own log-probs."""
+    """KL with the run's own log-probs, before any source is removed."""
     sources: list[Source]
 
 
 def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
-    """Return [3, S]: per sequence, the sums of `before` and of `after` [n], and the number of tokens.
+    """Return sums for each sequence, [3, S]: of `before`, of `after`, and of the number of tokens. before, after: [n].
 
-    Only tokens count that are finite in both. A token that enters or leaves the safe set by a removal says nothing about the
-    source.
+    Only tokens that are finite in both are included. A token that enters or leaves the safe set when a source is removed says
+    nothing about this source.
     """
     import torch
 
@@ -63,11 +63,11 @@ def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
 
 
 def source(name: str, removed_by: str, before: Tensor, after: Tensor, tokens: Tensor) -> Source:
-    """Compute a source's KL, share and error from per-sequence sums of k3 [S], `before` and `after` it is removed.
+    """Return a source with its KL, share and error. before, after: sums of k3 per sequence [S], with and without the source.
 
-    tokens: number of tokens of each sequence, [S]. The KL is to second order half the variance of the difference of
-    log-probs. So the shares of independent sources, with the engine's own, add up to 1. The error is the standard error of a
-    ratio of two sums over independent sequences.
+    tokens: number of tokens of each sequence, [S]. To second order, the KL is half the variance of the difference of log-probs.
+    So the shares of independent sources add up to 1, if the engine's own sources are included. The error is the standard error
+    of a ratio of two sums over independent sequences.
     """
     whole, kl = float(before.sum()), float(after.sum()) / max(float(tokens.sum()), 1.0)
     if whole <= 0:
@@ -96,7 +96,7 @@ HEADINGS = ("without", "by", "KL, nats per token", "share of the KL")
 
 
 def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table below HEADINGS."""
+    """Return the rows of the table. HEADINGS are their columns."""
     rows = [("nothing", "log-probs as in the run", f"{found.kl:.3g}", "")]
     for one in found.sources:
         share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"

@@ -13,7 +13,7 @@ def average_at_n(rewards: Sequence[Sequence[float]]) -> float:
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 1.0) -> float:
-    """Return pass@k: probability that at least one of k responses is right (arXiv 2107.03374, equation 1).
+    """Return pass@k: the probability that at least one of k responses is right (arXiv 2107.03374, equation 1).
 
     The estimate 1 - C(n - c, k) / C(n, k) is unbiased for n >= k responses, of which c have a reward of at least `threshold`.
     rewards: [prompts][n]. Errors: ValueError if n < k.
@@ -40,10 +40,10 @@ def distinct_right(
 def collision(
     answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
 ) -> float | None:
-    """Return the unbiased probability that two right answers to a prompt are equal; None without two right answers.
+    """Return an unbiased estimate of the probability that two right answers to a prompt are equal.
 
-    It is a mean over the prompts with at least two right answers. Unlike `distinct_right`, it does not depend on the number
-    of right answers. answers, rewards: [prompts][n].
+    It is a mean over the prompts with at least two right answers; None if there is no such prompt. Unlike `distinct_right`, it
+    does not depend on the number of right answers. answers, rewards: [prompts][n].
     """
     chances = []
     for row, row_rewards in zip(answers, rewards, strict=True):
@@ -54,9 +54,10 @@ def collision(
 
 
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
-    """Return maj@n: mean reward of each prompt's most frequent answer, or mean over equally frequent answers.
+    """Return maj@n: the mean reward of each prompt's most frequent answer. If several are equally frequent, average them.
 
-    answers, rewards: [prompts][n]. Equal answers have equal rewards, except for truncated responses; their mean counts.
+    answers, rewards: [prompts][n]. Equal answers have equal rewards, except for truncated responses; the mean of their rewards
+    counts.
     """
     scores = []
     for row, row_rewards in zip(answers, rewards, strict=True):

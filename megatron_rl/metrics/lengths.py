@@ -10,7 +10,7 @@ from megatron_rl.metrics.reduce import Metric, derived
 
 
 def quantiles(lengths: Iterable[int]) -> Metric:
-    """Return a metric of the numbers of response tokens: NAME/p10, p50, p90 and max."""
+    """Return a metric of response lengths in tokens: NAME/p10, NAME/p50, NAME/p90 and NAME/max."""
     return derived(_quantiles, tuple(lengths))
 
 

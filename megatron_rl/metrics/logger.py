@@ -24,10 +24,10 @@ from megatron_rl.metrics.trackers import TrackedRun, Trackers, tracker_class
 
 METRICS_FILE = "metrics.jsonl"
 SCORES_FILE = "evals/scores.jsonl"
-"""File with one line in the format of metrics.jsonl: the scores of a folder after `megatron-rl eval`."""
+"""Path of the file with the scores of a model folder, which `megatron-rl eval` writes: one line as in metrics.jsonl."""
 SAMPLES_FILE = "samples.jsonl"
 NOTE_EVERY_S = 30.0
-"""Seconds between lines about the progress within a step, if the output is no terminal."""
+"""Seconds between two progress lines within a step, if the output is not a terminal."""
 TIMES = ("rollout", "sleep", "wake", "reward", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",
@@ -45,14 +45,14 @@ STANDARD = (
     "memory/peak_gb",
     "memory/reserved_gb",
 )
-"""Names that every line of metrics.jsonl has, null where one does not apply."""
+"""Names that every line of metrics.jsonl has; null if a metric does not apply."""
 
 
 class JsonLines:
     """An append-only file of JSON objects with a "step". It is opened at the first write, and each line is flushed to the disk.
 
-    Opening removes the lines that a run which continues after `resume_step` will write again: later steps, or all lines if it
-    is 0. It also removes a last line that a crash left incomplete.
+    If a run continues after `resume_step`, it will write the lines of later steps again, so opening the file removes them. For
+    resume_step 0, opening removes all lines. It also removes a last line that a crash left incomplete.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -115,14 +115,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class RunLogger:
-    """Writes the log of one run; does nothing on ranks that are not `active`."""
+    """Writes the log of one run. It does nothing on ranks that are not `active`."""
 
     def __init__(
         self, run_dir: Path, config: Config, *, resume_step: int = 0, active: bool = True, exports: bool = True
     ) -> None:
-        """resume_step: step after which the run continues; the first write removes lines of later steps.
+        """Create it. resume_step: step after which the run continues; the first write removes lines of later steps.
 
-        exports: False for a command that may run beside the run itself, whose Prometheus port it must not take.
+        exports: False for a command that may run at the same time as the run itself, whose Prometheus port it must not take.
         Errors: UserError if a tracker does not exist or its package is missing.
         """
         self.run_dir = Path(run_dir)
@@ -147,11 +147,11 @@ class RunLogger:
         self._progress.say(line)
 
     def progress(self, done: int, wanted: int, what: str = "responses") -> None:
-        """Show the progress of the current part of a step in the progress line. Without a terminal, print it seldom."""
+        """Show the progress of the current part of a step in the progress line. Without a terminal, print it rarely."""
         self._progress.note(done, wanted, what)
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and scores of the step's evaluation."""
+        """Write a line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and the evaluation scores of this step."""
         if self.active:
             values = self._write(step, {**metrics, **self._pending})
             self._pending = {}
@@ -169,9 +169,9 @@ class RunLogger:
             self._write(step, scores)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Write rollouts of a step, which report/samples.py chooses, to samples.jsonl.
+        """Write some responses of a step, which report/samples.py chooses, to samples.jsonl.
 
-        Each rollout has prompt, response, reward, finish, count, reward/PART, and any other keys that are given.
+        Each response has prompt, response, reward, finish, count, reward/PART, and any other keys that are given.
         """
         if self.active:
             plain = [_plain(sample) for sample in samples]
@@ -190,7 +190,10 @@ class RunLogger:
         self.close()
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Write a line and return it. A value that is not finite becomes None and is counted; each name gets one warning."""
+        """Write a line and return its values. Values that are not finite become None and are counted.
+
+        The first such value of each name causes a warning.
+        """
         values = {name: _plain(value) for name, value in {**dict.fromkeys(STANDARD), **metrics}.items()}
         wrong = [name for name, value in metrics.items() if value is not None and values[name] is None]
         for name in wrong:
@@ -207,7 +210,7 @@ class RunLogger:
         return values
 
     def _trackers(self) -> Trackers:
-        """Return the trackers, which start with the first line, so that a run that fails early leaves none behind."""
+        """Return the trackers. They start with the log's first line, so that a run that fails early leaves no empty run."""
         if self._started is None:
             run = TrackedRun.from_config(self.config, self.run_dir, self._resume_step)
             self._started = Trackers(run, self.config.logging.trackers, self.say)
@@ -215,7 +218,7 @@ class RunLogger:
         return self._started
 
     def _prometheus(self) -> Callable[[Mapping[str, float], int], None]:
-        """Start the exporter. Errors: UserError if the port is taken."""
+        """Start the Prometheus exporter. Errors: UserError if the port is taken."""
         from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app, start_http_server
 
         registry = CollectorRegistry()
@@ -256,7 +259,7 @@ class RunLogger:
 
 
 def _for_holders_of(key: str, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Return a WSGI application that answers requests with the key; an empty key allows all requests."""
+    """Return a WSGI application that answers only requests with the key; an empty key allows all requests."""
     wanted = bearer(key).get("Authorization", "")
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -269,7 +272,7 @@ def _for_holders_of(key: str, app: Callable[..., Iterable[bytes]]) -> Callable[.
 
 
 def _plain(value: Any) -> Any:
-    """JSON without NaN; numpy and tensor scalars become numbers."""
+    """Return a value that JSON can hold: None for NaN, numbers for numpy and tensor scalars."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -279,16 +282,16 @@ def _plain(value: Any) -> Any:
 
 
 class _ProgressLine:
-    """A live line on a terminal, plain lines elsewhere: step, reward, mismatch KL, tokens/s, time left."""
+    """Progress as a live line on a terminal, or as plain lines: step, reward, mismatch KL, tokens/s, time left."""
 
     def __init__(self, steps: int, resume_step: int, *, active: bool, shown: bool) -> None:
         self._steps = steps
         self._first = resume_step
         self._start: float | None = None
         self._text = ""
-        """Progress of the last step."""
+        """Text about the progress of the last step."""
         self._noted = time.monotonic()
-        """When something was said last."""
+        """Time of the last printed line, in seconds of the monotonic clock."""
         self._on = active and shown
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not active)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.description}"))

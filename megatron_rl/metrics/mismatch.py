@@ -1,8 +1,8 @@
 """Token-level mismatch between the engine that samples and the trainer that learns.
 
-For a sampled token, d = trainer's log-prob - engine's log-prob, ratio = exp(d), and p = the trainer's probability. Results of
-ranks can be merged: they are sums, extremes and histograms. Bins of the histograms are even in asinh(d / 1e-6), 1.7 % wide
-and fine near zero, so that quantiles need no gathering of all tokens.
+For a sampled token, d = trainer's log-prob - engine's log-prob, ratio = exp(d), and p = the trainer's probability. The
+statistics are sums, extremes and histograms, so results of several ranks can be merged. The bins of the histograms are even in
+asinh(d / 1e-6), 1.7 % wide and fine near zero. So quantiles need no gathering of all tokens.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ HALF = 1024
 FINEST = 1e-6
 SPAN = math.asinh(LIMIT / FINEST)
 VALUES = np.sinh(np.arange(-HALF, HALF + 1) * (SPAN / HALF)) * FINEST
-"""Value of d that each bin stands for."""
+"""Values of d that the bins represent."""
 TAIL = 0.01
-"""Largest p of a token in the tail."""
+"""Largest p of a token that counts as tail."""
 CERTAIN = 1e-3
-"""Smallest 1 - p of a token in the fit of the (1 - p) law. Below it, rounding of the log-prob hides the law."""
+"""Smallest 1 - p of a token in the fit of the (1 - p) law. Below this limit, the rounding of log-probs hides the law."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Mergeable statistics of a set of tokens. The statistics of an empty set are the neutral element."""
+    """Mergeable statistics of a set of tokens. Merging with the statistics of an empty set changes nothing."""
 
     tokens: int = 0
     not_finite: int = 0
     """Number of tokens that are left out because d is not finite."""
     zero: int = 0
-    """Number of the tokens in `not_finite` with ratio 0: the trainer pruned the token, so its log-prob is -inf."""
+    """Number of tokens in `not_finite` that have ratio 0, because the trainer pruned them: their log-prob is -inf."""
     k1: float = 0.0
     """Sum of -d."""
     k3: float = 0.0
@@ -58,18 +58,18 @@ class Mismatch:
     """Number of tokens that are known to lie in the trainer's safe set; `safe_k3` is their sum of ratio - 1 - d."""
     safe_k3: float = 0.0
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
-    """[2 * HALF + 1] counts of d."""
+    """Number of tokens in each bin of d, [2 * HALF + 1]."""
     bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
-    """[HALF + 1] counts of |d| / (2 (1 - p)), the smallest logit error that explains d by proposition 4.2 of "Taming the Tail"
-    (Li et al.). Only tokens of which at least one side is not certain count."""
+    """Number of tokens in each bin of |d| / (2 (1 - p)), [HALF + 1]. This is the smallest logit error that explains d by
+    proposition 4.2 of "Taming the Tail" (Li et al.). Tokens that are certain for both engine and trainer do not count."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros((len(BELOW), 4)))
-    """[len(BELOW), 4] by class of p: number of tokens, sum of |d|, sum of -d, sum of d^2."""
+    """For each class of p, [len(BELOW), 4]: number of tokens, sum of |d|, sum of -d, sum of d^2."""
     largest: np.ndarray = field(default_factory=lambda: np.zeros(len(BELOW)))
-    """[len(BELOW)] by class of p: largest |d|."""
+    """For each class of p, [len(BELOW)]: largest |d|."""
     sequences: tuple[float, ...] = ()
     """Sum of d over each sequence."""
     largest_mean: float = math.nan
-    """Largest |mean of d| of a sequence over its tokens with finite d; NaN without such tokens."""
+    """Largest |mean of d| of any sequence, over its tokens with finite d; NaN without such tokens."""
 
     def __add__(self, other: Mismatch) -> Mismatch:
         """Merge the statistics of two sets of tokens."""
@@ -94,7 +94,7 @@ def measure(
     safe: torch.Tensor | None = None,
     means: Iterable[float] = (),
 ) -> Mismatch:
-    """Compute the statistics of the masked-in tokens in fp64. The tensors have one shape and one device.
+    """Compute the statistics of the masked-in tokens in fp64. All tensors have the same shape and device.
 
     sequences: sum of d over each sequence, -inf if it has a token that the trainer pruned. safe: True for tokens in the
     trainer's safe set; None if not known. means: mean of d over the tokens of each sequence with finite d.
@@ -136,7 +136,7 @@ def measure(
 
 
 def quantile(counts: np.ndarray, values: np.ndarray, share: float) -> float:
-    """Return the value at or below which `share` of the counts lie; NaN if there are no counts."""
+    """Return the smallest value that at least a `share` of the counted items does not exceed; NaN without items."""
     cumulative = np.cumsum(counts)
     if not cumulative[-1]:
         return math.nan
@@ -150,13 +150,14 @@ NAMES = (
 
 
 def figures(measured: Mismatch) -> dict[str, float]:
-    """Return the numbers for the log by name; NaN if there is no token.
+    """Return {name: number for the log}; numbers are NaN if there is no token.
 
-    kl: k3 estimate of KL(engine || trainer), in nats per token (the engine sampled the tokens). k1: its plain estimate. chi2:
-    mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine. ppl_gap: perplexity of the tokens under
-    the trainer minus perplexity under the engine. ess, sequence_ess: effective sample size of the ratios of tokens and of
-    whole sequences, as a share of their number (1 without mismatch). ratio_*: extremes and quantiles of the ratio. abs_*:
-    statistics of |d|. Tokens of ratio 0 count in chi2 and ess only, because they would make the other numbers infinite.
+    kl: k3 estimate of KL(engine || trainer), in nats per token (the engine sampled the tokens). k1: the k1 estimate of the same
+    KL, the mean of -d. chi2: mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine. ppl_gap:
+    perplexity of the tokens under the trainer minus perplexity under the engine. ess, sequence_ess: effective sample size of
+    the ratios of tokens and of whole sequences, as a share of their number (1 without mismatch). ratio_*: extremes and
+    quantiles of the ratio. abs_*: statistics of |d|. Tokens of ratio 0 count only in chi2 and ess, because they would make the
+    other numbers infinite.
     """
     n = measured.tokens
     with_zero = n + measured.zero
@@ -188,8 +189,8 @@ def figures(measured: Mismatch) -> dict[str, float]:
 def with_law(measured: Mismatch) -> dict[str, float]:
     """Return `figures`, the KL over other sets of tokens, and the distribution of the mismatch over tokens and sequences.
 
-    log_ppl_gap_max: largest difference of a sequence's log-perplexity between engine and trainer, which is |mean of d|.
-    Tokens of ratio 0 are left out.
+    log_ppl_gap_max: largest difference of a sequence's log-perplexity between engine and trainer. This is the largest |mean of
+    d| of a sequence. Tokens of ratio 0 are left out.
     """
     of_sequences = {} if math.isnan(measured.largest_mean) else {"log_ppl_gap_max": measured.largest_mean}
     return figures(measured) | of_sequences | kl_figures(measured) | law_figures(measured)
@@ -199,8 +200,8 @@ def kl_figures(measured: Mismatch) -> dict[str, float]:
     """Return the k3 estimate over other sets of tokens, to compare runs with and without vocabulary pruning.
 
     kl_capped: KL that includes the tokens of ratio 0 with a log-ratio of -20; each adds e^-20 - 1 + 20, about 19. kl_safe: KL
-    of the tokens in the trainer's safe set, if the set is known. With pruning, sampled tokens lie in both sides' sets, so
-    kl_safe equals kl. A key is missing without tokens.
+    of the tokens in the trainer's safe set, if the set is known. With pruning, sampled tokens lie in the safe sets of both
+    engine and trainer, so kl_safe equals kl. A key is missing if it has no tokens.
     """
     found, n = {}, measured.tokens + measured.zero
     if n:
@@ -211,13 +212,13 @@ def kl_figures(measured: Mismatch) -> dict[str, float]:
 
 
 def law_figures(measured: Mismatch) -> dict[str, float]:
-    """Return the place of the mismatch in the distribution ("Taming the Tail", section 4.3); empty if there is no token.
+    """Return the distribution of the mismatch over p ("Taming the Tail", section 4.3); empty if there is no token.
 
     epsilon_p99, epsilon_p100: logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and for all tokens
-    (proposition 4.2); p is the smaller probability of both sides, and e is at most 20. tail_bias: mean of the engine's minus
-    the trainer's log-prob over sampled tokens with p < 0.01. It is positive by proposition 4.3, because the trainer's p
-    selects the tokens; tokens that are selected by the engine's p have no such bias. tail_bias_z: tail_bias in standard
-    errors. p<X/NAME: tokens, abs, bias and abs_max of the tokens with p below X, and not below the X of the class before.
+    (proposition 4.2); p is the smaller probability of engine and trainer, and e is at most 20. tail_bias: mean of the engine's
+    minus the trainer's log-prob over sampled tokens with p < 0.01. It is positive by proposition 4.3, because the trainer's p
+    selects the tokens; tokens that are selected by the engine's p have no such bias. tail_bias_z: tail_bias in standard errors.
+    p<X/NAME: tokens, abs, bias and abs_max of the tokens whose p lies below X and not below the previous class's X.
     """
     if not measured.tokens:
         return {}

@@ -12,7 +12,7 @@ from megatron_rl.metrics.reduce import Metrics, derived, mean
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
-    """Return metrics of the scores of P pairs, [P] each. The names are TRL's if TRL has the metric.
+    """Return metrics of the scores of P pairs, [P] each. If TRL has the same metric, the name is TRL's.
 
     accuracy: share of the pairs whose chosen response has the higher score; equal scores count half. margin: mean difference.
     chosen, rejected: mean scores. calibration_error: difference between the share of right pairs and the model's probability
@@ -32,10 +32,11 @@ def pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
 def label_metrics(scores: Tensor, labels: Tensor) -> Metrics:
     """Return metrics of all N scores of an update, which are logits of labels from 0 to 1.
 
-    A label above 1/2 is positive, below 1/2 negative, and 1/2 is neither. accuracy: share of the scores on the label's side;
-    scores of 0 and labels of 1/2 count half. positives: share of positive labels; a label of 1/2 counts half. auc: area under
-    the ROC curve; it is 1/2 without knowledge, for any share of positives, and is left out if one kind is missing.
-    calibration_error: difference between mean label and mean probability, as a mean over ten bins of the probability.
+    A label above 1/2 is positive, below 1/2 negative, and 1/2 is neither. accuracy: share of scores whose sign agrees with the
+    label; scores of 0 and labels of 1/2 count half. positives: share of positive labels; a label of 1/2 counts half. auc: area
+    under the ROC curve. Scores without information have 1/2, for any share of positives. It is left out without positive or
+    without negative labels. calibration_error: difference between mean label and mean probability, as a mean over ten bins of
+    the probability.
     """
     scores, labels = scores.detach(), labels.detach()
     sides = (labels - 0.5).sign()

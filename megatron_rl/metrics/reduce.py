@@ -1,10 +1,10 @@
-"""Typed metrics: each value declares, at its computation, its reduction over micro-batches, updates and ranks.
+"""Typed metrics: the code that computes a value declares its reduction over micro-batches, updates and ranks.
 
     metrics = {"entropy": mean(entropy_sum, tokens), "corrected/weight_max": maximum(weights.max()), "tokens": total(tokens)}
     merged = merge([metrics, others])         # over micro-batches, and then over ranks
     line = figures(merged)                    # name -> number
 
-This is the one place that reduces: no name, and no prefix of a name, decides how.
+Only this module reduces metrics. A metric's name never decides how it is reduced.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ import torch
 
 Value = float | int | np.ndarray | torch.Tensor
 Figure = float | Mapping[str, float] | Sequence[float] | None
-"""Number NAME; or a mapping for NAME/KEY; or a sequence for NAME_0, NAME_1, ...; None without a value."""
+"""Final value of metric NAME: a number, a mapping for NAME/KEY, a sequence for NAME_0, NAME_1, ..., or None without a value."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Parts that can be merged, and a function of the merged parts. Metrics are pickled, so `finish` is a module's function."""
+    """Parts that can be merged, and a function that computes the final value from the merged parts.
+
+    Metrics are pickled, so `finish` must be a module-level function.
+    """
 
     parts: tuple[Any, ...]
-    """Numbers or arrays; parts of one name have the same shapes everywhere. Sums may also have parts with their own `+`."""
+    """Numbers or arrays to merge, with the same shapes in all metrics of one name. If the operation is "sum", objects with
+    their own `+` are possible too."""
     operation: Literal["sum", "max", "min"]
     finish: Callable[..., Figure]
-    """Function from merged parts to a figure (see `Figure`), NaN or None without a value."""
+    """Function from the merged parts to the final value (see `Figure`); NaN or None without a value."""
     across: Literal["parts", "mean", "sum"] = "parts"
-    """Rule for the values of several updates and layers: merge their parts, average their figures, or sum their figures."""
+    """Rule for combining several updates and layers: merge their parts, or average or sum their final values."""
     also: tuple[str, ...] = ()
-    """Further names that the value counts for: a layer's value also counts for all layers."""
+    """Further names under which the value counts. For example, a layer's value also counts for the metric of all layers."""
 
 
 Metrics = dict[str, Metric]
 
 
 class Gathers(Protocol):
-    """Process group that can gather values."""
+    """Interface of a process group that can gather values."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes."""
@@ -65,22 +69,22 @@ def minimum(value: Value) -> Metric:
 
 
 def ratio(numerator: Value, denominator: Value) -> Metric:
-    """Return a metric: sum of the numerators / sum of the denominators; NaN if the denominators sum to 0."""
+    """Return a metric that is the sum of the numerators / the sum of the denominators; NaN if the denominators sum to 0."""
     return Metric((numerator, denominator), "sum", _ratio)
 
 
 def mean(total_of_values: Value, count: Value) -> Metric:
-    """Return the mean of `count` values (for example tokens) whose sum is `total_of_values`; 0 without values."""
+    """Return a metric that is the mean of `count` values (for example tokens) with sum `total_of_values`; 0 without values."""
     return Metric((total_of_values, count), "sum", _mean)
 
 
 def alike(value: float, *, across: Literal["mean", "sum"]) -> Metric:
-    """Return a metric of an update that has the same value on all ranks."""
+    """Return a metric for a value that is the same on all ranks. across: rule for combining several updates."""
     return Metric((value,), "max", float, across)
 
 
 def derived(finish: Callable[..., Figure], *parts: Any) -> Metric:
-    """Return a metric that is any function of sums. `finish` (a module's function) gets the merged parts."""
+    """Return a metric that is any function of sums. finish: module-level function of the summed parts."""
     return Metric(parts, "sum", finish)
 
 
@@ -149,7 +153,7 @@ def over_ranks(ranks: Gathers, several: Sequence[Mapping[str, Metric]]) -> Metri
 
 
 def of_update(metrics: Mapping[str, Metric]) -> Metrics:
-    """Return metrics of one update, merged over all its micro-batches and ranks, in the form that a step merges."""
+    """Convert the metrics of one update, merged over micro-batches and ranks, to metrics that can be merged over updates."""
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":
@@ -162,7 +166,7 @@ def of_update(metrics: Mapping[str, Metric]) -> Metrics:
 
 
 def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return {name: figure} of merged metrics on the host, without metrics that have no value (None)."""
+    """Return {name: final value} of merged metrics in host memory, without metrics that have no value (None)."""
     found: dict[str, float] = {}
     for name, metric in metrics.items():
         figure = metric.finish(*metric.parts)

@@ -1,7 +1,7 @@
 """Experiment trackers by name (logging.trackers): TensorBoard, Weights & Biases, MLflow, trackio.
 
-accelerate has classes for the same trackers, but they work only after accelerate has set up its own process state, which would
-compete with Megatron's process groups. So each class here calls the tracker's own library.
+accelerate has classes for the same trackers. They work only after accelerate has set up its own process state, which would
+conflict with Megatron's process groups. So each class here calls the tracker's own library.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Samples = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers see it."""
+    """Description of a run for the trackers."""
 
     name: str
     project: str
-    """Project or experiment that groups runs (logging.project)."""
+    """Name of the project or experiment that groups runs (logging.project)."""
     folder: Path
     resume_step: int
     """Step after which the run continues; 0 for a new run."""
@@ -42,12 +42,12 @@ class TrackedRun:
 
     @classmethod
     def from_config(cls, config: Config, folder: Path, resume_step: int = 0) -> TrackedRun:
-        """Return the run of a config."""
+        """Build the description from a config."""
         values = hidden(dataclasses.asdict(config))
         return cls(config.name, config.logging.project, folder, resume_step, values)
 
     def remembered(self, name: str, make: Callable[[], str]) -> str:
-        """Return the text of the file `name` in the run's folder. `make` gives the text if the file does not exist."""
+        """Return the text of the file `name` in the run's folder. If there is no such file, `make` provides its text."""
         file = self.folder / name
         if not file.exists():
             file.write_text(make())
@@ -70,15 +70,15 @@ class Tracker:
         """Send responses of a step as a table."""
 
     def add_file(self, path: Path) -> bool:
-        """Attach a file to the run. Return whether the service stores files."""
+        """Attach a file to the run. Return True if the service stores files."""
         return False
 
     def close(self) -> None:
-        """Send everything that is still waiting, and end the connection."""
+        """Send all pending data, and end the connection."""
 
 
 class TensorBoard(Tracker):
-    """TensorBoard's event files in the folder `tensorboard` of the run."""
+    """TensorBoard: event files in the folder `tensorboard` of the run."""
 
     package = "tensorboard"
 
@@ -108,7 +108,7 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Weights & Biases. WANDB_MODE=offline writes into the run's folder; `wandb sync` sends it later."""
+    """Weights & Biases. With WANDB_MODE=offline, it writes into the run's folder, and `wandb sync` sends the data later."""
 
     package = "wandb"
 
@@ -239,7 +239,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Return a built-in tracker, or your own by `module:name` or `path/to/file.py:name`.
+    """Return the class of a built-in tracker, or your own class from `module:name` or `path/to/file.py:name`.
 
     Errors: UserError if there is no such tracker, or if its package is not installed.
     """
@@ -258,7 +258,7 @@ class Trackers:
     """All trackers of a run. A tracker that fails is dropped with a warning; it never ends the run."""
 
     def __init__(self, run: TrackedRun, names: Iterable[str], warn: Callable[[str], None]) -> None:
-        """warn: gets each warning, one line."""
+        """Create the trackers. warn: function that gets each warning, a single line."""
         self._warn = warn
         self._started: dict[str, Tracker] = {}
         for name in names:
@@ -273,12 +273,12 @@ class Trackers:
         self._each(lambda tracker: tracker.log(values, step))
 
     def log_samples(self, samples: Samples, step: int) -> None:
-        """Send responses of a step to all trackers."""
+        """Send responses of a step to all trackers as a table."""
         if samples:
             self._each(lambda tracker: tracker.log_samples(samples, step))
 
     def add_file(self, path: Path) -> list[str]:
-        """Attach a file. Return the names of the trackers that store it."""
+        """Attach a file to the run. Return the names of the trackers that store it."""
         took: dict[str, bool] = {}
         for name in [*self._started]:
             self._each(lambda tracker, name=name: took.update({name: tracker.add_file(path)}), [name])
@@ -303,7 +303,7 @@ class Trackers:
 
 
 def table_of(samples: Samples) -> tuple[list[str], list[list[Any]]]:
-    """Return column names and rows. A value that a sample lacks is None; lists and dictionaries become text."""
+    """Return (column names, rows). A value that a sample lacks is None; lists and dictionaries become text."""
     columns = [*dict.fromkeys(name for sample in samples for name in sample)]
     plain = (str, int, float, bool, type(None))
     values = [[sample.get(name) for name in columns] for sample in samples]

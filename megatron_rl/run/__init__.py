@@ -1,1 +1,1 @@
-"""Everything around a run: doctor, cluster jobs, trainer processes, the run's folder, and the run itself."""
+"""Code around a run: the doctor, cluster jobs, trainer processes, the run's folder, and the `Run` object itself."""

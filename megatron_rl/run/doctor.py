@@ -21,18 +21,19 @@ from megatron_rl.run.setup import at_hand
 from megatron_rl.servers.own_environment import cuda_tools, find_python, plugin_problem
 
 ENGINE_TIMEOUT_S = 120.0
-"""Longest wait, in seconds, for SGLang's environment to import SGLang; it takes a few seconds on an idle machine."""
+"""Longest time in seconds for SGLang's Python environment to import SGLang. The import takes a few seconds on an idle
+machine."""
 
 NO_SECCOMP = "the package pyseccomp is not installed, which contains programs: run tools/setup.sh"
 
 State = Literal["ok", "missing", "warning", "error"]
 Look = str | tuple[State, str, str] | None
-"""Result of a look: the version that was found, or None; or (state, found, note)."""
+"""Result of a check: the version that was found, or None if the part is absent; or (state, found, note)."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
+    """One line of the doctor's table."""
 
     part: str
     state: State
@@ -40,25 +41,25 @@ class Finding:
     `megatron-rl train` with the default config cannot start here."""
     found: str
     note: str = ""
-    """Cost of a missing part, or the remedy."""
+    """Effect of a missing part, or how to mend the problem."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the doctor's table: how to look for a part, and what it means if the part is absent or the look fails."""
+    """A check of the doctor: how to look for a part, and what to report if the part is absent or the look itself fails."""
 
     part: str
     look: Callable[[], Look]
     cost: str = ""
-    """Note if the part is absent."""
+    """Note to show if the part is absent."""
     absent: State = "missing"
     broken: State = "warning"
-    """State if the look itself fails."""
+    """State to report if `look` raises an exception."""
 
     def finding(self) -> Finding:
-        """Return the finding on this machine.
+        """Run the check on this machine and return its finding.
 
-        An exception becomes a finding, so that one broken package does not hide others.
+        An exception becomes a finding, so that one broken package does not hide the others.
         """
         try:
             found = self.look()
@@ -72,7 +73,7 @@ class Check:
 
 
 def doctor(as_json: bool = False) -> int:
-    """Print the findings. Returns the exit status: 1 if an error prevents a run from starting here, else 0."""
+    """Print what this machine has and lacks. Returns the exit status: 1 if a default run cannot start here, else 0."""
     findings = examine()
     if as_json:
         print(json.dumps([asdict(replace(f, note=at_hand(f.note))) for f in findings], indent=1))
@@ -82,7 +83,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """Return all findings."""
+    """Run all checks and return their findings."""
     engine = _start_engine_probe()
     return [check.finding() for check in (*CHECKS, Check("SGLang", lambda: _sglang(engine)))]
 
@@ -191,7 +192,7 @@ def _transformer_engine() -> Look:
 
 
 def _recipes(side: Literal["trainer", "rollout"]) -> Look:
-    """Return the recipes of precision.train or precision.rollout that run here, by the same check that a run makes."""
+    """Return the recipes of precision.train or precision.rollout that this machine supports. A run makes the same check."""
     from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
     machine = this_machine()
@@ -218,7 +219,7 @@ def _flash_attention() -> Look:
 
 
 def _apex() -> Look:
-    """Look for NVIDIA's Apex. It has apex/normalization, and amp_C if built with CUDA; PyPI's `apex` is a web toolkit."""
+    """Look for NVIDIA's Apex: it has apex/normalization, and amp_C if built with CUDA. PyPI's `apex` is a web toolkit."""
     import torch
 
     if (folder := _folder_of("apex")) is None:
@@ -360,7 +361,10 @@ print("\\n" + json.dumps(out))
 
 
 def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
-    """Start to import SGLang in its own Python while the other checks run; return (its python, the process)."""
+    """Start to import SGLang in its own environment during the other checks.
+
+    Returns (the environment's Python, the process).
+    """
     with contextlib.suppress(Exception):
         python = find_python()
         gpu = Path("/dev/nvidiactl").exists()  # not asked of torch, whose import is slow

@@ -1,4 +1,4 @@
-"""`megatron-rl launch kubernetes`: write a config as a JobSet, with the objects beside it, and submit them with kubectl.
+"""`megatron-rl launch kubernetes`: write a config as a JobSet and the objects that it needs, and submit them with kubectl.
 
 The JobSet (jobset.x-k8s.io/v1alpha2) has one job for the trainer, with one pod per node, and one job for each SGLang server.
 All pods share a volume, which holds models, data, checkpoints and the addresses of the servers. See docs/kubernetes.md.
@@ -25,30 +25,30 @@ from megatron_rl.errors import UserError
 from megatron_rl.run.nodes import Nodes, checked_nodes, data_paths
 
 TIMEOUT_S = 120.0
-"""Longest wait for kubectl, in seconds."""
+"""Longest time in seconds to wait for kubectl."""
 BRING_UP_S = 1800
 """Longest time in seconds for a server to start."""
 SILENCE_S = 120
 """Seconds without an answer after which a server's container is restarted."""
 SERVER_RESTARTS = 100
-"""Restarts of a server's container before its job fails."""
+"""Number of restarts of a server's container before its job fails."""
 PORT = 29500
-"""Port at which the trainer's processes meet, in the network of the first pod."""
+"""Port on the first pod of the trainer, at which the trainer's processes find each other."""
 CONFIG_FOLDER = "/etc/megatron_rl"
 NAME_LENGTH = 40
-"""Longest name of a JobSet here. Kubernetes allows 63 characters for the pods' names, which are longer."""
+"""Longest name of a JobSet. Kubernetes derives the names of pods from it, which are longer and have at most 63 characters."""
 PROBE = """import os, urllib.error, urllib.request
 try:
     urllib.request.urlopen(open(os.environ['ADDRESS_FILE']).read().strip() + '/ready', timeout=20)
 except urllib.error.HTTPError:
     pass"""
-"""Program that fails if a server does not answer. An answer with an error status is an answer, as while weights are pushed."""
+"""Program that fails if a server does not answer. It accepts error statuses, which a server returns while it loads weights."""
 LABEL = "jobset.sigs.k8s.io"
 
 
 @dataclass(frozen=True)
 class PodConfig:
-    """A config as the pods of a cluster read it."""
+    """A config in the form that the pods of a cluster read."""
 
     config: Config
     text: str
@@ -56,7 +56,7 @@ class PodConfig:
 
 
 def cluster_config(config: Config, args: argparse.Namespace, overrides: Sequence[str], mount: str) -> PodConfig:
-    """Return the config with overrides, for machines that have the volume `mount` but none of this machine's files.
+    """Return the config with overrides, for machines that mount the volume at `mount` but have none of this machine's files.
 
     Errors: UserError for a secret in the config, and for a path that only this machine has.
     """
@@ -86,14 +86,14 @@ def cluster_config(config: Config, args: argparse.Namespace, overrides: Sequence
 
 
 def with_keys(found: PodConfig, changes: Mapping[str, object]) -> PodConfig:
-    """Return the config with other values for some dotted keys."""
+    """Return the config with new values for some keys, given as {dotted key: value}."""
     words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()]
     values = parse_overrides(words, parse_yaml(found.text))
     return PodConfig(build_config(values), dump_yaml(values))
 
 
 def object_name(name: str) -> str:
-    """Return the name of a run as Kubernetes allows it: lower case, digits and -. A changed name gets a part of its hash."""
+    """Return a run's name as Kubernetes allows it: lower case, digits and -. A changed name ends in part of the name's hash."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if plain == name and name[0].isalpha() and len(name) <= NAME_LENGTH:
         return name
@@ -102,7 +102,7 @@ def object_name(name: str) -> str:
 
 
 def manifests(found: PodConfig, nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the Kubernetes objects of a run: the config, the JobSet, and a service for its metrics if they have a port."""
+    """Return the Kubernetes objects of a run: config, JobSet, and, if logging.prometheus_port is set, a service for metrics."""
     config, name = found.config, object_name(found.config.name)
     meta = {"namespace": args.namespace} if args.namespace else {}
     labels = {"kueue.x-k8s.io/queue-name": args.queue} if args.queue else {}
@@ -155,7 +155,7 @@ def _job(name: str, replicas: int, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder(name: str, args: argparse.Namespace) -> str:
-    """Return the folder of an attempt on the volume: Kubernetes puts in the number of the attempt."""
+    """Return the folder of an attempt on the volume. Kubernetes replaces $(ATTEMPT) by the number of the attempt."""
     return f"{args.mount_path}/logs/{name}/attempt-$(ATTEMPT)"
 
 
@@ -239,7 +239,7 @@ def _pod(
 
 
 def objects_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the Kubernetes objects of a command line (`cli.make_parser`).
+    """Return the Kubernetes objects for a command line (parsed by `cli.make_parser`).
 
     Errors: UserError for problems that would otherwise show only on the cluster.
     """
@@ -269,7 +269,7 @@ def objects_of(config: Config, args: argparse.Namespace, overrides: Sequence[str
 
 
 def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Submit a config with kubectl; with --dry-run, only print the objects."""
+    """Submit a config to the cluster with kubectl; with --dry-run, only print the Kubernetes objects."""
     text = dump_yaml(*objects_of(config, args, overrides))
     if args.dry_run:
         print(text, end="")

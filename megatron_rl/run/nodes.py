@@ -14,7 +14,7 @@ OWN_FLAGS: dict[str, dict[str, object]] = {
     "kubernetes": {"image": None, "pvc": None, "namespace": None, "secret": [], "queue": None, "max_restarts": 20},
     "skypilot": {"accelerator": None, "volume": None},
 }
-"""Flags of `launch` that only one scheduler reads, with their defaults."""
+"""Flags of `launch` that only one scheduler supports, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Nodes:
 
 
 def nodes_of(config: Config, args: argparse.Namespace) -> Nodes:
-    """Return the nodes of a command line (`cli.make_parser`).
+    """Return how a command line (parsed by `cli.make_parser`) divides the job's nodes between trainer and servers.
 
     Errors: UserError for sizes that do not fit together, and for flags of another scheduler.
     """
@@ -88,14 +88,14 @@ def nodes_of(config: Config, args: argparse.Namespace) -> Nodes:
 
 
 def checked_nodes(config: Config, args: argparse.Namespace) -> Nodes:
-    """Return `nodes_of`, after the checks of the config for so many trainer processes. Errors: UserError."""
+    """Return `nodes_of`, after checking the config for this number of trainer processes. Errors: UserError."""
     nodes = nodes_of(config, args)
     check_config(config, args.run, nodes.processes)
     return nodes
 
 
 def data_paths(config: Config) -> dict[str, str | None]:
-    """Return the keys of the config that name folders and files of data, with their values."""
+    """Return {config key: value} for the keys that name files and folders of data."""
     paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
     paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
     return paths | {f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()}

@@ -1,4 +1,4 @@
-"""One run on this process: all objects that the training loops share, built in an order that finds errors early."""
+"""A training run on this process. It builds all objects that the training loops share, in an order that finds errors early."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 _MANY_OBJECTS = 300_000
-"""Number of old objects above which they are excluded from garbage collection. The modules alone have half a million."""
+"""Number of old Python objects above which they are excluded from garbage collection. The modules alone have half a million."""
 
 
 class Stateful(Protocol):
     """An object of the loop whose state is saved in checkpoints, under its own keys (like torch's Stateful)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by key."""
+        """Return the state as {key: value}."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; its keys are missing in a new run, and in a checkpoint of an earlier version."""
+        """Restore the state. The keys are missing in a new run, and may be missing in a checkpoint of an earlier version."""
         ...
 
 
 class Clock:
-    """Times of the parts of one step, in seconds, and optionally a profiler trace of the step."""
+    """Measures how long each part of one training step takes, in seconds, and can record a profiler trace of the step."""
 
     def __init__(self, trace: Path | None = None) -> None:
-        """Start the clock. trace: file in Chrome's trace format, for chrome://tracing or Perfetto; `times` writes it."""
+        """Start the clock. trace: profiler trace file in Chrome's format (chrome://tracing, Perfetto), which `times` writes."""
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._inside = 0.0
-        """Seconds of the finished parts inside the current part."""
+        """Seconds spent in parts that ran inside the current part and have finished."""
         self._trace, self._profiler = trace, None
         if trace:
             self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU if there is one
@@ -82,7 +82,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Time a part. The time of a nested part counts for the nested part only."""
+        """Measure a part of the step. The time of a nested part counts for the nested part only."""
         start, before, self._inside = time.perf_counter(), self._inside, 0.0
         with torch.profiler.record_function(part) if self._profiler else nullcontext():
             yield
@@ -91,7 +91,7 @@ class Clock:
         self._inside = before + seconds
 
     def times(self) -> dict[str, float]:
-        """Return time/PART_s for each part, time/other_s for the rest, and time/step_s for the whole step."""
+        """Return time/PART_s for each part, time/other_s for the time outside all parts, and time/step_s for the whole step."""
         total = time.perf_counter() - self._start
         if self._profiler and self._trace:
             self._profiler.stop()
@@ -103,10 +103,10 @@ class Clock:
 
 
 class Run:
-    """Model, trainer, data and log of one run: a context manager that saves what is due and closes everything.
+    """Model, trainer, data and log of one run: a context manager that writes the checkpoint that is due and closes everything.
 
-    The constructor checks all that the user may have got wrong; `build` creates the trainer, which takes long. An
-    engine starts its servers between the two.
+    The constructor checks the user's input, and `build` creates the trainer, which takes long. A rollout engine starts its
+    servers between these two calls.
 
     Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, eval_sets, trainer, logger, step,
     current_clock.
@@ -160,9 +160,9 @@ class Run:
         self._frozen = False
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
-        """eval/score of each evaluated step; -eval/loss for runs that learn from data alone."""
+        """eval/score by evaluated step. For runs that learn from data alone, -eval/loss."""
         self.idle_steps = 0
-        """Number of consecutive last steps whose updates were all skipped."""
+        """Number of consecutive steps, up to the latest, in which all updates were skipped."""
         self.kl = KLControl(config.algorithm.kl)
         self.rewards = Rewards(
             config.rewards,
@@ -184,26 +184,26 @@ class Run:
         if kind in ("train", "sample"):
             self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])
         self.critic: Critic | None = None
-        """The critic of PPO. Set by `build`."""
+        """The critic of PPO. Set by `build`; None if the advantages need no critic."""
         self.current_clock = Clock()
         self._loaded: dict[str, Any] = {}
-        """State of the loop's objects from the loaded checkpoint."""
+        """State that the loaded checkpoint holds for the objects of the training loop."""
         self._stateful: list[Stateful] = []
-        """Objects of the loop whose state is saved in checkpoints."""
+        """Objects of the training loop whose state is saved in checkpoints."""
         self._saved_at = self.step if self._found or kind in READ_ONLY else -1
         self._saving: checkpoint.Save | None = None
-        """Save that is being written in the background."""
+        """The checkpoint that is being written in the background."""
         writes = {"active": self.ranks.rank == 0, "exports": kind not in READ_ONLY}
         self.logger = RunLogger(self.folder, config, resume_step=self.step, **writes)
         self._stop = False
         self._before_step: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """Random states and running statistics of rewards."""
+        """Random states, and running statistics of the rewards, at the start of the current step."""
         self.interrupt = Interrupt(self.ranks, self.asked_to_stop, deep=config.parallel.pipeline == 1)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def build(self) -> Trainer:
-        """Build the trainer, with the state of the newest checkpoint if there is one (all ranks)."""
+        """Build the trainer, and load the newest checkpoint if there is one (all ranks)."""
         config, training = self.config, self.kind == "train"
         self.trainer = build_trainer(
             config,
@@ -254,18 +254,18 @@ class Run:
         self.critic = Critic(trainer, own.critic.clip)
 
     def build_scorers(self) -> None:
-        """Load the reward models that score on these processes (all ranks)."""
+        """Load the reward models that run on the trainer's processes (all ranks)."""
         self.rewards.build(lambda folder: self.scorer(folder, value_head=True))
 
     @property
     def trains_policy(self) -> bool:
-        """True if the current step is after the steps that train only the critic."""
+        """True if the current step trains the policy: the first critic.warmup_steps steps train only the critic."""
         return self.critic is None or self.step >= self.config.critic.warmup_steps
 
     def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:
-        """Build a frozen model from another folder in the same parallel layout, for forward passes only (all ranks).
+        """Build a frozen model from another folder with the policy's parallel layout, for forward passes only (all ranks).
 
-        plain: see build_trainer.
+        plain: see `build_trainer`.
         """
         model = replace(self.config.model, path=folder, freeze=[], keep_zeros=False, attention_sinks="exact")
         config = replace(self.config, model=model, lora=LoRAConfig())
@@ -337,7 +337,7 @@ class Run:
         self._stop = True
 
     def begin_step(self) -> None:
-        """Mark the begin of a step, which can be abandoned until the step changes something (all ranks)."""
+        """Mark the start of a step. The step can be abandoned until it changes something (all ranks)."""
         self._before_step = checkpoint.random_states(), self.rewards.state_dict()
         self.interrupt.arm()
 
@@ -350,7 +350,7 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """True if an evaluation has prompts."""
+        """True if at least one evaluation set has prompts."""
         return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
@@ -358,7 +358,7 @@ class Run:
         return self._stop
 
     def stop_requested(self) -> bool:
-        """Return whether any process was asked to stop: the run then saves and ends."""
+        """Return whether any process was asked to stop, so that the run must save and end (all ranks)."""
         return bool(self.ranks.maximum(int(self._stop)))
 
     def _open_folder(self) -> str:
@@ -388,27 +388,27 @@ class Run:
             ) from None
 
     def clock(self) -> Clock:
-        """Return the clock of a new step; rank 0 traces the steps of logging.profile_steps."""
+        """Return the clock of a new step. Rank 0 also records a profiler trace in the steps of logging.profile_steps."""
         traced = self.ranks.rank == 0 and self.step + 1 in self.config.logging.profile_steps
         self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
         return self.current_clock
 
     def end_step(self) -> None:
-        """Count a step whose updates are done."""
+        """Count the step whose updates are done."""
         self.step += 1
 
     def record_idle(self, steps: int) -> None:
-        """Store how many of the last steps learned nothing."""
+        """Store the number of consecutive steps, up to the latest, in which all updates were skipped."""
         self.idle_steps = steps
 
     def record_score(self, score: float) -> None:
-        """Store the score of the current weights; the best checkpoints are kept by these scores."""
+        """Store the score of the current weights. The scores decide which checkpoints are kept as the best."""
         self.scores[self.step] = score
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
-        """Return whether an event that happens every `every` steps is due now; 0 means only after the last step."""
+        """Return whether something that happens every `every` steps is due now. 0: only after the last step."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def keep_state_of(self, *objects: Stateful) -> None:
@@ -418,9 +418,9 @@ class Run:
         self._stateful += objects
 
     def checkpoint(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Finish a background save that has been written, and save if a checkpoint is due, after each step (all ranks).
+        """After a step, finish a background save whose files are written, and save if a checkpoint is due (all ranks).
 
-        prepare: called before a save; it brings the whole trainer into memory if an engine shares its GPUs.
+        prepare: called before a save. If an engine shares the trainer's GPUs, it brings the whole trainer back onto them.
         """
         if self._saving is not None and self._saving.written():
             self.finish_save()
@@ -429,7 +429,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a complete checkpoint of the current step, or start to write it; first wait for a save in progress."""
+        """Write a complete checkpoint of the current step, or start to write it. A save in progress is finished first."""
         self.finish_save()
         extra = {
             "stream": self.stream.state_dict(),
@@ -448,7 +448,7 @@ class Run:
             self.finish_save()
 
     def _best(self) -> list[int]:
-        """Return the steps of the checkpoints with the best scores, this step included; of equal scores the later steps."""
+        """Return the steps of the best-scored checkpoints, including the current step. Of equal scores, later steps win."""
         saved = self.ranks.main_does(
             lambda: [checkpoint.step_of(p) for p in checkpoint.complete_checkpoints(self.checkpoints)]
         )
@@ -463,7 +463,7 @@ class Run:
         return best
 
     def finish_save(self) -> None:
-        """Wait for a save in progress, if there is one (all ranks)."""
+        """Wait until a save in progress is complete (all ranks)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish(self.config.checkpoint.timeout_s)
@@ -471,7 +471,7 @@ class Run:
                 delete_journal(self.folder / PENDING, checkpoint.step_of(saving.path))
 
     def save_hf(self) -> Path:
-        """Write the current weights as a Hugging Face folder `hf` in the run's folder, and adapters as `adapter` too."""
+        """Write the current weights to the run's folder in Hugging Face format (`hf`), and LoRA adapters also to `adapter`."""
         out = self.folder / "hf"
         self.trainer.save_hf(out)
         if self.config.lora.rank:
@@ -479,10 +479,9 @@ class Run:
         return out
 
     def stop_tokens(self) -> list[int]:
-        """Return the tokens that end a response.
+        """Return the ids of the tokens that end a response.
 
-        They are the end tokens of the model's generation config, of the tokenizer, and of a turn in the chat
-        template.
+        They come from the model's generation config, from the tokenizer, and from the end of a turn in the chat template.
         """
         generation = GenerationConfig.from_pretrained(self.config.model.path) if self._has_generation_config() else None
         stop = getattr(generation, "eos_token_id", None)
@@ -495,24 +494,24 @@ class Run:
     # -- data over ranks ----------------------------------------------------------------------------------------------
 
     def gather_from_leaders(self, items: list[T]) -> list[T]:
-        """Return the concatenated lists of all copies of the model."""
+        """Return the lists of all copies of the model, concatenated by data-parallel rank (all ranks)."""
         return [x for part in self.ranks.gather_from_leaders(items) for x in part]
 
     def gather_groups(self, trajectories: list[Trajectory], what: Callable[[Trajectory], T]) -> list[list[T]]:
-        """Return `what` of each trajectory, grouped by prompt, over all ranks."""
+        """Return `what(trajectory)` for the trajectories of all ranks, as one list per prompt (all ranks)."""
         groups: dict[int, list[T]] = {}
         for group, value in self.gather_from_leaders([(t.group_id, what(t)) for t in trajectories]):
             groups.setdefault(group, []).append(value)
         return list(groups.values())
 
     def mean(self, values: list[float]) -> float:
-        """Return the mean over all leaders' values; NaN without values."""
+        """Return the mean over the values of all copies of the model; NaN if there are none (all ranks)."""
         everything = self.gather_from_leaders(values)
         return float(np.mean(everything)) if everything else float("nan")
 
 
 def _learned(program: SingleTurn, kind: Kind) -> Callable[[Prompt, random.Random], object] | None:
-    """Return the function by which a run of this kind learns from a prompt; None if it samples responses."""
+    """Return the function that makes a training example from a prompt; None for kinds of runs that sample responses."""
     if kind not in OFFLINE:
         return None
     return program.comparison if kind in ("reward", "dpo") else program.demonstration

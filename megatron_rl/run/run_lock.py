@@ -1,4 +1,4 @@
-"""Folder of a run: private to its owner, and written by one process at a time."""
+"""A run's folder: only its owner can open it, and only one process at a time writes to it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NAME = "writer.lock"
 
 
 def make_private(folder: Path) -> None:
-    """Create a run's folder, or take an existing one, with access for its owner only. Errors: OSError."""
+    """Create a run's folder, or use an existing one, and give access to its owner only. Errors: OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)
 
 
 def lock(folder: Path) -> TextIO | None:
-    """Lock a run's folder for writing until the returned file is closed or this process ends, for whatever reason.
+    """Lock a run's folder for writing. The lock ends when the returned file is closed or this process ends for any reason.
 
-    The lock belongs to this process (POSIX): child processes do not inherit it, so they cannot hold it longer.
-    Returns None if the file system has no locks. Errors: UserError that names the process that holds the lock.
+    It is a POSIX lock of this process. Child processes do not inherit it, so they cannot keep it after this process has
+    ended. Returns None if the file system has no locks. Errors: UserError that names the process that holds the lock.
     """
     path = folder / NAME
     file = path.open("a+")

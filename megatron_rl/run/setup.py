@@ -1,7 +1,8 @@
-"""`megatron-rl setup`: make the environments of trainer and SGLang with `tools/setup.sh`, from a checkout or a wheel.
+"""`megatron-rl setup`: create the Python environments of trainer and SGLang with `tools/setup.sh`, from a checkout or a wheel.
 
-A wheel has the other files of a checkout in `megatron_rl/source/` (SOURCE in setup.py). The command writes these files and the
-installed modules as a source tree into a new folder, and runs the tree's `tools/setup.sh`. It needs no torch.
+A wheel has the other files of a checkout in `megatron_rl/source/` (SOURCE in setup.py). The command writes these files and
+the installed modules as a source tree into a new folder, and runs the tree's `tools/setup.sh`. The command works without
+torch.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from megatron_rl.errors import UserError
 PACKAGE = Path(__file__).parents[1]
 SCRIPT = Path("tools/setup.sh")
 WRITTEN = ".megatron-rl-setup.json"
-"""File that lists the files which `megatron-rl setup` wrote into a folder."""
+"""File in the target folder that lists the files which `megatron-rl setup` wrote there."""
 PLUGIN = ("megatron_rl_models", "megatron_rl_plugin", "sglang_on_cpu")
-"""Packages in sglang_plugin/ of a checkout. A wheel has them at the top level."""
+"""Packages that a checkout has in sglang_plugin/ and a wheel at the top level."""
 
 
 def checkout() -> Path | None:
-    """Return the checkout that contains this package; None if the package was installed."""
+    """Return the checkout (source tree) that contains this package; None if the package was installed from a wheel."""
     root = PACKAGE.parent
     return root if (root / SCRIPT).is_file() else None
 
 
 def at_hand(text: str) -> str:
-    """Return a message with `megatron-rl setup` instead of tools/setup.sh if there is no checkout."""
+    """Return a message with tools/setup.sh replaced by `megatron-rl setup` if there is no checkout."""
     return text if checkout() else text.replace("tools/setup.sh", "megatron-rl setup")
 
 
 def setup_command(into: Path | None, flags: Sequence[str]) -> int:
-    """Make the environments, and return the exit status of tools/setup.sh.
+    """Create the environments, and return the exit status of tools/setup.sh.
 
     into: folder for the source tree and its environments, by default ./megatron-rl-VERSION. A checkout uses its own folder.
     Errors: UserError if the folder holds other files, or if the package has no source.
@@ -57,7 +58,7 @@ def setup_command(into: Path | None, flags: Sequence[str]) -> int:
 
 
 def write_tree(root: Path) -> None:
-    """Write or update the source tree. Files of an older wheel are removed, unchanged files are not written again.
+    """Write or update the source tree. Removes files of an older wheel, and leaves unchanged files alone.
 
     Errors: UserError if the package has no source, or if the folder holds other files or cannot be written.
     """
@@ -102,6 +103,6 @@ def _sources() -> dict[str, Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder without compiled files."""
+    """Return the files of a folder, except compiled files."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
     return [path for path in found if path.suffix != ".so" and not path.name.endswith(".ptxas.txt")]

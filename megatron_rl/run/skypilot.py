@@ -15,13 +15,13 @@ from megatron_rl.run.kubernetes import PORT, cluster_config, object_name, with_k
 from megatron_rl.run.nodes import checked_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout, which SkyPilot copies to each machine."""
+"""The checkout (source tree), which SkyPilot copies to each machine."""
 CONFIG = "/tmp/megatron_rl.yaml"
-"""The config on the machines, below which SkyPilot puts the file."""
+"""Path of the config on each machine. The task's command writes the file."""
 
 
 def task_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the SkyPilot task of a command line (`cli.make_parser`).
+    """Return the SkyPilot task for a command line (parsed by `cli.make_parser`).
 
     Errors: UserError for problems that would otherwise show only on the cluster.
     """
@@ -59,7 +59,7 @@ def task_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) 
 
 
 def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the task of a config."""
+    """Print a config as a SkyPilot task."""
     if not args.dry_run:
         raise UserError(
             "launch: skypilot only writes the task: add --dry-run > task.yaml, then call sky jobs launch task.yaml"

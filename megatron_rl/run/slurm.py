@@ -1,4 +1,4 @@
-"""`megatron-rl launch slurm`: write the batch script of a config and submit it. common.sh does the work of the job."""
+"""`megatron-rl launch slurm`: write a config as a batch script and submit it. The script runs examples/slurm/common.sh."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_rl.run.nodes import checked_nodes, data_paths
 from megatron_rl.run.run_lock import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout, in which jobs run."""
+"""The checkout (source tree) in which jobs run."""
 COMMON = "examples/slurm/common.sh"
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 TIMEOUT_S = 120.0
-"""Longest wait for sbatch, in seconds."""
+"""Longest time in seconds to wait for sbatch."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Job:
     server_gpus: int = 1
     time: str = "24:00:00"
     grace_s: int = 600
-    """Seconds before the time limit at which the trainer is told to save and stop."""
+    """Number of seconds before the time limit at which the trainer gets the signal to save and stop."""
     options: Sequence[str] = ()
-    """Further options of sbatch."""
+    """More options of sbatch."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Further variables of common.sh."""
+    """More environment variables for common.sh."""
     command: str = "train"
     """train | sft | reward | dpo; only train has SGLang servers."""
     overrides: Sequence[str] = ()
@@ -106,9 +106,9 @@ class Job:
 
 
 def seconds_of(time: str) -> int:
-    """Return the seconds of a time in one of SLURM's forms.
+    """Return the seconds of a duration in one of SLURM's notations.
 
-    The forms are minutes[:seconds], hours:minutes:seconds and days-hours[:minutes[:seconds]]. Errors: UserError.
+    The notations are minutes[:seconds], hours:minutes:seconds and days-hours[:minutes[:seconds]]. Errors: UserError.
     """
     if not (found := TIME.fullmatch(time)):
         raise UserError(f"launch: --time {time} has none of SLURM's forms, such as 90, 24:00:00 or 3-00:00:00")
@@ -120,7 +120,7 @@ def seconds_of(time: str) -> int:
 
 
 def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> Job:
-    """Return the job of a command line (`cli.make_parser`).
+    """Return the job for a command line (parsed by `cli.make_parser`).
 
     Errors: UserError for problems that would otherwise show only on the cluster.
     """
@@ -161,7 +161,7 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
 
 
 def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write the script of a config into its run's folder and submit it; with --dry-run, only print it."""
+    """Write a config as a batch script into the run's folder and submit it; with --dry-run, only print the script."""
     job = job_of(config, args, overrides)
     if args.dry_run:
         print(job.script(), end="")

@@ -1,4 +1,4 @@
-"""Several trainer processes on this machine: `--nproc N` starts the command again under torchrun.
+"""Several trainer processes on this machine: with `--nproc N`, the command runs itself again under torchrun.
 
 This module does not import torch before it starts torchrun.
 """
@@ -19,12 +19,12 @@ from megatron_rl.servers.orphans import own_folder
 
 
 def needs_torchrun(nproc: int) -> bool:
-    """Return whether --nproc asks for several processes, and this process was not started by torchrun or srun."""
+    """Return whether torchrun must start processes: --nproc asks for several, and this is not yet one of them (no RANK)."""
     return nproc > 1 and "RANK" not in os.environ
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:
-    """Pass a signal to the processes of --nproc, which save and exit. torchrun is not told: it would kill them after 30 s."""
+    """Forward a signal to the processes of --nproc, which save and exit. torchrun gets none: it would kill them after 30 s."""
     started = psutil.Process().children()
     if not started:
         sys.exit(128 + number)
@@ -34,9 +34,9 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 
 
 def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
-    """Run this command on `nproc` processes, each with its share of the cores, and wait for their end.
+    """Run this command in `nproc` processes, each with its share of the CPU cores, and wait until they end.
 
-    failing: an exit status that is passed on; any other status except 0 becomes 2.
+    failing: exit status of the processes that this process returns too. Any other status except 0 becomes 2.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run

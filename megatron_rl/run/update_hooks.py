@@ -1,4 +1,4 @@
-"""Hooks of a trainer's updates, created from its config."""
+"""Creates the hooks of a trainer's updates from the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.vp2o.trust_region import TrustRegion
 
 
 def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHook]:
-    """Return the hooks of a policy, in the order of their calls. scores_alone: the policy is never updated.
+    """Return the hooks of a policy, in the order in which they are called. scores_alone: the policy is never updated.
 
     Errors: UserError for a name in config.hooks that creates no hook.
     """
@@ -43,7 +43,7 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
 
 
 def data_hooks(model: ModelConfig) -> list[UpdateHook]:
-    """Return the hooks of a run that learns from data alone."""
+    """Return the hooks of a run that learns from data alone, without rollouts."""
     rate = model.moe_bias_update_rate
     return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(model.keep_zeros)]
 

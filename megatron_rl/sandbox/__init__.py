@@ -1,1 +1,1 @@
-"""Containers and processes for untrusted code: programs that models write, tools, and scorers of other packages."""
+"""Containers and processes for untrusted code: programs that models write, tools, and other packages' scoring functions."""

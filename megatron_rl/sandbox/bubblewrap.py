@@ -1,8 +1,9 @@
 """Container for model-written Python: bubblewrap's namespaces, resource limits, a seccomp filter, and a wall-clock limit.
 
-A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as the user `nobody` even
-if the trainer is root, because the limit on processes does not apply to root. Memory is bounded twice: the kernel bounds each
-process, and the total of all processes is checked ten times a second. A program that the machine cannot contain is not run.
+A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as the user `nobody` even if
+the trainer is root, because the limit on processes does not apply to root. Memory has two limits: the kernel limits each
+process, and this module checks the total of all processes ten times a second. If the machine cannot contain programs, none is
+run.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from megatron_rl.sandbox import cgroup
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
 
 PYTHON = "/usr/bin/python3"
-"""Python in the container: the system's, because other Pythons may be in folders that the user `nobody` cannot read."""
+"""Python interpreter in the container: the system's, because others may be in folders that the user `nobody` cannot read."""
 NOBODY = 65534
 PROCESSES = 16
 TMP_BYTES = 64 * 2**20
 KERNEL_BYTES = 64 * 2**20
-"""Kernel memory for a container, if a control group counts it: pipes, sockets, names of files."""
+"""Kernel memory that a container may use, if a control group counts it: pipes, sockets, names of files."""
 MOST_FILES = 20_000
 OWN_PROCESSES = 4
-"""Number of bubblewrap's own processes beside those of a program."""
+"""Number of bubblewrap's own processes in addition to the program's."""
 LOOK_S = 0.1
 """Seconds between two checks of the memory of all processes."""
 END_S = 5.0
-"""Longest wait, in seconds, for a container that was killed."""
+"""Longest time in seconds to wait for a killed container to end."""
 REMEDY = "install it (apt-get install bubblewrap), or name a remote tool server in agent.mcp_servers"
 
 FORBIDDEN = (
@@ -92,13 +93,13 @@ class Outcome:
     exit_code: int | None
     """Exit status; None if the program was killed."""
     reason: Reason
-    """ok, error (exit status not 0), timeout, memory, output (more than allowed), or refused (not run, because it could not
-    be contained)."""
+    """ok, error (exit status not 0), timeout, memory, output (too much), or refused (the program was not run, because the
+    machine could not contain it)."""
 
 
 @functools.cache
 def _filter() -> bytes:
-    """Return the seccomp filter in the kernel's form. Errors: OSError, or ImportError if libseccomp is missing."""
+    """Return the seccomp filter in the kernel's format. Errors: OSError, or ImportError if libseccomp is missing."""
     import pyseccomp
 
     filtered = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -125,7 +126,7 @@ def _file(data: bytes) -> int:
 
 @functools.cache
 def _disable_userns(bwrap: str) -> bool:
-    """Return whether bubblewrap has this option. In older versions, only the filter forbids new user namespaces."""
+    """Return whether bubblewrap has the option --disable-userns. Without it, only the filter forbids new user namespaces."""
     return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=20).stdout
 
 
@@ -153,9 +154,9 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
 
 
 class Container:
-    """A Python script that runs contained: `stdin` and `stdout` are its pipes, `end` kills it with all its processes.
+    """A Python script that runs in a container. `stdin` and `stdout` are its pipes, `end` kills it with all its processes.
 
-    The container also dies with the thread that made it (PR_SET_PDEATHSIG), so that nothing outlives a run that is killed.
+    The container also dies with the thread that started it (PR_SET_PDEATHSIG), so that it does not outlive a killed run.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Container:
     ) -> None:
         """cpu_s: CPU seconds of each process. stdin, stdout, stderr: descriptors, or constants of `subprocess`.
 
-        Errors: OSError or ImportError if the container could not be started. `started` tells whether the script was contained.
+        Errors: OSError or ImportError if the container could not be started. `started` tells whether the script has started
+        inside.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -213,7 +215,7 @@ class Container:
     def started(self) -> bool:
         """True if the script was started.
 
-        Ask only after the end of the container, as bubblewrap reports no status if it did not start the script.
+        Use this only after the container has ended, because bubblewrap reports no status if it did not start the script.
         """
         if self._status is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,7 +227,7 @@ class Container:
         return self._started
 
     def processes(self) -> list[int]:
-        """Return ids of the container's processes, bubblewrap's outer process first."""
+        """Return the process ids of the container. The first is bubblewrap's outer process."""
         found, frontier = [], [self.process.pid]
         while frontier:
             pid = frontier.pop()
@@ -236,7 +238,7 @@ class Container:
         return found
 
     def memory(self) -> int:
-        """Return the resident bytes of all processes of the container."""
+        """Return the resident memory of all processes of the container in bytes."""
         found = 0
         for pid in self.processes():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -257,11 +259,11 @@ class Container:
         return found
 
     def is_over(self) -> bool:
-        """Return whether the container exceeds its limit of memory or files."""
+        """Return whether the container exceeds its memory limit or its limit on files."""
         return self.memory() > self._memory or self.files() > MOST_FILES
 
     def freeze(self) -> None:
-        """Stop all processes in the container until `thaw`, so that they cannot allocate, compute or start others."""
+        """Stop all processes in the container until `thaw`, so that they cannot allocate, compute or start other processes."""
         stopped: set[int] = set()
         while new := {*self.processes()[1:]} - stopped:
             for pid in new:
@@ -305,7 +307,7 @@ class Container:
             self._group.remove()
 
     def was_refused(self, wait_s: float = END_S) -> bool:
-        """Return whether the container ended within `wait_s` seconds without starting the script (not the script's fault)."""
+        """Return whether the container ended within `wait_s` seconds without starting the script, but not because of memory."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
         return self.process.returncode is not None and not self.started and not self.was_out_of_memory()
@@ -318,9 +320,9 @@ class Container:
 def watch(
     container: Container, stdin: bytes, *, timeout_s: float, output_bytes: int, until: bytes = b""
 ) -> tuple[list[bytearray], Reason]:
-    """Feed and read a container until it closes its output, has written `until`, or breaks a limit.
+    """Write `stdin` to a container and read its output until it closes the output, has written `until`, or breaks a limit.
 
-    Return its output (stdout, and stderr if stderr is a separate pipe) and the reason for the end of the watch.
+    Returns the output (stdout, and stderr if stderr is a separate pipe), and the reason why reading ended.
     """
     process, deadline = container.process, time.monotonic() + timeout_s
     assert process.stdin and process.stdout  # they are pipes
@@ -372,9 +374,10 @@ def watch(
 
 
 def last_words(container: Container, *, beside: Sequence[Container], timeout_s: float) -> str:
-    """Return the text that a container writes to its standard error until it closes it, at most 4 KiB.
+    """Return the text that a container writes to its standard error before closing it, at most 4 KiB.
 
-    The result is '' if the container, or one of `beside`, breaks a limit. Errors: OSError if the script was not contained.
+    The text is '' if the container, or one of the containers `beside`, breaks a limit. Errors: OSError if the script was not
+    started in the container.
     """
     stream, deadline, output = container.process.stderr, time.monotonic() + timeout_s, b""
     assert stream  # it is a pipe
@@ -397,9 +400,10 @@ def last_words(container: Container, *, beside: Sequence[Container], timeout_s: 
 def run_python(
     code: str, *, stdin: str = "", timeout_s: float = 10.0, memory_mb: int = 512, output_bytes: int = 65536
 ) -> Outcome:
-    """Run a program contained, with limits of wall-clock time, memory (of all processes) and output bytes (per stream).
+    """Run a program in a container, with limits of wall-clock time, memory (of all processes) and output bytes (per stream).
 
-    Never raises because of what the program does; `reason` is refused if this machine cannot contain the program.
+    Nothing that the program does makes this function raise. The outcome's `reason` is refused if this machine cannot contain
+    the program.
     """
     if "\0" in code:  # Python would ignore the code after it
         return Outcome("", "SyntaxError: source code cannot contain null bytes\n", 1, "error")
@@ -437,7 +441,7 @@ def _encode(text: str) -> bytes:
 
 
 def problem() -> str:
-    """Return why this machine cannot contain programs, with the remedy; '' if it can."""
+    """Return the reason why this machine cannot contain programs, with the remedy; '' if it can."""
     probe = "import os, socket\nprint(os.path.exists('/etc/passwd'), os.getuid())\nsocket.socket()"
     found = run_python(probe, timeout_s=30.0)
     if found.reason == "refused":

@@ -1,6 +1,6 @@
-"""Control group for a container, if this machine allows to make one.
+"""A Linux control group for a container, if this machine allows creating one.
 
-A control group bounds the memory of all its processes at every moment, including kernel memory for them.
+A control group limits the total memory of its processes at every moment, including the kernel memory used for them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 _NUMBERS = itertools.count()
 _REMOVE_S = 2.0
-"""Longest wait, in seconds, for killed processes to leave the group."""
+"""Longest time in seconds to wait for killed processes to leave the group."""
 _LIMITS = {
     "memory.max": "memory",
     "memory.swap.max": "swap",
     "memory.limit_in_bytes": "memory",
     "pids.max": "processes",
 }
-"""Limit that each file sets, for control groups of version 2 and 1."""
+"""{file of a control group (version 2 or 1): name of the limit that it sets}."""
 
 
 class Cgroup:
@@ -48,7 +48,7 @@ class Cgroup:
         return False
 
     def remove(self) -> None:
-        """Remove the group after its processes have ended; `sweep` removes leftovers at the next start."""
+        """Remove the group after its processes have ended. If this fails, `sweep` removes the group at the next start."""
         deadline = time.monotonic() + _REMOVE_S
         for folder in self.folders:
             while folder.exists():
@@ -61,7 +61,7 @@ class Cgroup:
 
 
 def make(memory: int, processes: int) -> Cgroup | None:
-    """Make a group with limits of bytes of memory (kernel memory included) and of processes; None if none can be made."""
+    """Create a group with limits on memory (in bytes, including kernel memory) and processes; None if this is impossible."""
     return _made(parents, memory, processes) if (parents := _usable()) else None
 
 
@@ -99,13 +99,13 @@ def _usable() -> list[Path]:
 
 
 def version() -> str:
-    """Return the version of the control groups that can be made here: v1, v2, or ''."""
+    """Return the version of control groups that can be created on this machine: v1, v2, or '' for none."""
     return f"v{1 + (len(found) == 1 and (found[0] / 'cgroup.controllers').exists())}" if (found := _usable()) else ""
 
 
 @cache
 def _parents() -> list[Path]:
-    """Return groups that allow groups with limits below: one of version 2, or one per controller of version 1; else []."""
+    """Return the groups in which limited groups can be created: one in version 2, one per controller in version 1; else []."""
     own = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     for number, _, path in own:
         if number != "0":
@@ -120,7 +120,7 @@ def _parents() -> list[Path]:
 
 
 def sweep() -> int:
-    """Remove groups of processes that have ended, and return their number."""
+    """Remove the groups of runs that have ended (the process that created the group is gone). Returns the number of groups."""
     count = 0
     for parent in _parents():
         for folder in parent.glob("megatron_rl-*"):

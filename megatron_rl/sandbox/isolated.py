@@ -1,8 +1,8 @@
-"""Isolated calls of scorers from other packages, each in its own process that can only compute.
+"""Isolated calls of other packages' scoring functions. Each call runs in its own process, which can only compute.
 
-Some scorers evaluate the text that they are given. Therefore each call runs in a fork of the worker. The fork has no
-privileges, starts no process or thread, opens no socket and no file for writing, and ends with the call. Any state that a
-response changes is gone before the next response is scored. The numbers are returned as text.
+Some scoring functions evaluate the model's text as code. Therefore each call runs in a fork of the worker process. The fork has
+no privileges. It cannot start a process or thread, open a socket, or open a file for writing. It ends with the call, so no
+response can change the state in which the next response is scored. The numbers are returned as text.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ ALLOWED = (
     *("getrusage", "getrlimit", "times", "uname", "sysinfo", "sched_yield", "sched_getaffinity", "set_robust_list"),
     *("exit", "exit_group"),
 )
-"""System calls that a process needs to compute. Files may be opened only for reading; all other calls are refused."""
+"""System calls that a process needs to compute. Files may be opened only for reading. All other calls are forbidden."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
 _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP = 38, 4, 1, 24
 MOST_BYTES = 65536
-"""Limit of bytes of a result, as text."""
+"""Largest size of a result in bytes, as text."""
 
 
 class Unscored(Exception):
-    """A call has no result; the text says why."""
+    """A call has no result. The message gives the reason."""
 
 
 def problem() -> str:
-    """Return why this machine cannot isolate a scorer, with the remedy; '' if it can."""
+    """Return the reason why this machine cannot isolate a scoring function, with the remedy; '' if it can."""
     try:
         _filter()
     except (ImportError, OSError) as error:
@@ -71,7 +71,7 @@ def _filter() -> Any:
 
 
 def call(function: Callable[..., Any], arguments: tuple, *, timeout_s: float) -> Mapping[str, float]:
-    """Return the parts that `function` computes in a process that can only compute. Errors: Unscored, TimeoutError."""
+    """Return the reward parts that `function` computes in a process that can only compute. Errors: Unscored, TimeoutError."""
     _filter()  # cached here, once for all forks
     drops_user()
     reading, writing = os.pipe()
@@ -122,7 +122,7 @@ def _child(writing: int, function: Callable[..., Any], arguments: tuple, timeout
 
 
 def give_up_privileges(cpu_s: int) -> None:
-    """Drop all privileges of this process that it does not need to compute; this cannot be undone."""
+    """Drop all privileges of this process that it does not need to compute. This cannot be undone."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for limit, value in (
@@ -154,7 +154,10 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 @functools.cache
 def drops_user() -> bool:
-    """Return whether a scorer of root can run as the user `nobody`, who must be able to reach the folders of all modules."""
+    """Return whether root can run scoring functions as the user `nobody`.
+
+    The user must be able to read the folders of all modules.
+    """
     folders = {Path(path).resolve() for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
     return all(
         folder.stat().st_mode & stat.S_IXOTH for path in folders for folder in (path, *path.parents) if folder.exists()

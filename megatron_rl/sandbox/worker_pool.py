@@ -1,7 +1,7 @@
-"""Pool of processes that call one function with a hard time limit, for verifiers that may hang or crash on strange text.
+"""Pool of processes that call one function with a hard time limit, for verifiers that may hang or crash on unusual text.
 
-The processes are pebble's, started by spawn, because a fork of a process with CUDA and gloo threads is not safe. If a worker
-process is killed from outside before it has finished a call, the call is repeated, because it has no result that could count.
+The package pebble starts the processes by spawn, because forking a process with CUDA and gloo threads is not safe. If a worker
+process is killed from outside during a call, the call is repeated.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """A call without a result: the call took longer than allowed, raised, or ended its process."""
+    """Result of a call that took longer than allowed, raised an exception, or ended its process."""
 
     reason: str
     timed_out: bool = False
     fatal: bool = False
-    """True if the machine is at fault, so that other responses would fail too."""
+    """True if the machine causes the failure, so that calls for other responses would fail too."""
 
 
 def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> None:
-    """Set the limits of the process, and import modules, so that the imports do not count for the first call."""
+    """Set the limits of this process, and import modules, so that the first call does not include the imports' time."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a busy worker must not outlive a killed trainer
     if os.getppid() != parent:
         os._exit(1)
@@ -65,7 +65,7 @@ def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> N
 
 
 def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
-    """Return the function's result, or a Failure if it raises."""
+    """Return the function's result, or a Failure if it raises an exception."""
     try:
         return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
     except UserError as error:
@@ -80,21 +80,22 @@ def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
 
 
 START_TIMEOUT_S = 120.0
-"""Longest wait, in seconds, for a process to start, with its imports."""
+"""Longest time in seconds to wait for a process to start and import its modules."""
 TAKE_TIMEOUT_S = 30.0
-"""Longest wait, in seconds, for a started process to take a call, or to be replaced if it was killed."""
+"""Longest time in seconds to wait until a started process takes a call, or until a killed process is replaced."""
 ATTEMPTS = 2
 OWN_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Signals by which a call ends its own process; all other signals came from outside."""
+"""Signals with which a call can end its own process. All other signals come from outside."""
 
 pebble.CONSTS.term_timeout = 0  # workers ignore SIGTERM, so send SIGKILL at once
 
 
 class WorkerPool:
-    """`size` processes that call `target` ('module:function'), started at the first use and replaced after a timeout.
+    """Pool of `size` processes that call `target` ('module:function'). They start at the first use.
 
-    timeout_s bounds each call; the import of the modules `imports` comes before the first call and does not count. The worker
-    processes end with their parent, however it ends, and before that, of all signals only SIGKILL ends them.
+    timeout_s: time limit of each call, after which its process is replaced. imports: modules to import before the first call;
+    the import does not count toward the time limit. The worker processes end when their parent ends for any reason. Until then,
+    only the signal SIGKILL ends them.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class WorkerPool:
             self._idle.put(None)
 
     def map(self, calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None) -> list[Any]:
-        """Return results in the order of the argument tuples; a Failure if a call timed out, raised or crashed.
+        """Return the results of the calls in order. The result is a Failure if a call timed out, raised or crashed.
 
-        Errors: UserError if workers do not start, or were killed from outside repeatedly.
+        calls: positional arguments of each call. keywords: keyword arguments of each call. Errors: UserError if workers do not
+        start, or were repeatedly killed from outside.
         """
         return list(self._callers.map(self._call, calls, keywords or [{}] * len(calls)))
 
@@ -163,9 +165,9 @@ class WorkerPool:
         )
 
     def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
-        """Return the exception that a call raised, or None. Errors: TimeoutError if no process takes the call in limit_s.
+        """Return the exception that a call raised, or None. Errors: TimeoutError if no process takes the call within limit_s.
 
-        A process that is killed while it takes a call may leave a pool in which no process takes another call.
+        If a process is killed while it takes a call, the pool may be left without a process that can take calls.
         """
         try:
             return future.exception(limit_s)
@@ -181,7 +183,7 @@ class WorkerPool:
         return pool
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all worker processes."""
         self._callers.shutdown()
         while not self._idle.empty():
             if pool := self._idle.get():

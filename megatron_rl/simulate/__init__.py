@@ -1,1 +1,1 @@
-"""Simulation of a training step: where its time goes on hardware with a few known numbers. Arithmetic only, without torch."""
+"""Simulation of training steps: how long each part takes on given hardware. It is only arithmetic and does not use torch."""

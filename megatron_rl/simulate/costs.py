@@ -1,4 +1,4 @@
-"""Costs in seconds and sizes of a step: stated in a file, derived from FLOPs and bytes, or measured."""
+"""Costs (in seconds) and sizes of a training step. Costs are stated in a file, derived from FLOPs and bytes, or measured."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from megatron_rl.config import Count, Fraction, NonNegativeFloat, Positive, Posi
 Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 Z90 = 1.2815515655446004
-"""Number of standard deviations below which 90 % of a normal distribution lie."""
+"""90th percentile of the standard normal distribution."""
 
 
 @section
 class Costs:
-    """Seconds of the work of servers and trainer. "Rank" is a data-parallel rank of the trainer, with any number of GPUs."""
+    """Seconds that servers and trainer need for their work.
+
+    A "rank" is a data-parallel rank of the trainer with all its GPUs.
+    """
 
     decode_base_s: NonNegativeFloat = 0.0
-    """Time per iteration to read the weights that every token uses. An iteration gives one token to each running response."""
+    """Time per decoding iteration to read the weights that every token uses. An iteration adds one token to each running
+    response."""
     decode_overhead_s: NonNegativeFloat = 0.0
-    """Time per iteration for launches, scheduling and sampling."""
+    """Time per decoding iteration for kernel launches, scheduling and sampling."""
     decode_experts_s: NonNegativeFloat = 0.0
-    """Time to read the weights of all experts. An iteration reads only the experts of its tokens."""
+    """Time to read the weights of all experts. An iteration reads only the experts that its tokens use."""
     expert_share: Fraction = 0.0
     """Share of the experts that one token uses."""
     decode_sequence_s: NonNegativeFloat = 0.0
-    """Time per running response and iteration."""
+    """Time per decoding iteration and running response."""
     decode_kv_token_s: NonNegativeFloat = 0.0
-    """Time per cached token of the running responses, and iteration."""
+    """Time per decoding iteration and cached token of the running responses."""
     prefill_token_s: NonNegativeFloat = 0.0
-    """Time per prefilled token: each prompt once per server, and responses that a weight sync interrupted. Decoding waits."""
+    """Time per prefilled token. A server prefills each prompt once, and responses again after a weight sync. Decoding waits
+    meanwhile."""
     request_s: NonNegativeFloat = 0.0
-    """Time from a request for a batch until servers begin with it."""
+    """Time from the request for a batch until the servers start to work on it."""
     train_token_s: NonNegativeFloat = 0.0
     """Time per token of a rank's updates, for all forward and backward passes."""
     train_pair_s: NonNegativeFloat = 0.0
@@ -46,19 +51,19 @@ class Costs:
     update_s: NonNegativeFloat = 0.0
     """Time per update for gradient reduction and the optimizer."""
     log_probs_share: NonNegativeFloat = 1 / 3
-    """Time of a log-prob pass, as a share of the training time of the same tokens, pairs and micro-batches."""
+    """Time of a log-prob pass, divided by the training time of the same tokens, pairs and micro-batches."""
     log_probs_s: NonNegativeFloat = 0.0
-    """Time per step in addition to log-prob passes, for advantages and packing."""
+    """Time per step that comes with the log-prob passes, for advantages and packing."""
     push_s: NonNegativeFloat = 0.0
-    """Time of a weight sync."""
+    """Time of a weight sync, independent of the number of servers."""
     push_server_s: NonNegativeFloat = 0.0
-    """Time of a weight sync per server."""
+    """Additional time of a weight sync for each server."""
     turns_s: NonNegativeFloat = 0.0
-    """Time per step of a colocated run to put one side to sleep and wake the other, and back."""
+    """Time per step in which a colocated run switches the GPUs from the servers to the trainer and back."""
     other_s: NonNegativeFloat = 0.0
-    """Other time per step, during which the servers go on."""
+    """Other time per step, during which the servers continue to work."""
     overlap_slowdown: Factor = 1.0
-    """Factor by which trainer and servers are slower while both work; above 1 if they share processors."""
+    """Factor by which trainer and servers are slower while both work. It is above 1 if they share processors."""
 
     @model_validator(mode="after")
     def _decodes(self) -> Self:
@@ -67,7 +72,7 @@ class Costs:
         return self
 
     def iteration_s(self, running: int) -> float:
-        """Return the time of an iteration with `running` responses, without the cost of their cached tokens."""
+        """Return the time of a decoding iteration with `running` responses, without the cost of their cached tokens."""
         read = 1 - (1 - self.expert_share) ** running
         fixed = self.decode_base_s + self.decode_overhead_s
         return fixed + self.decode_experts_s * read + self.decode_sequence_s * running
@@ -75,7 +80,7 @@ class Costs:
 
 @section
 class Model:
-    """Numbers of a model from which its costs follow."""
+    """Numbers of a model from which the costs can be derived."""
 
     parameters: PositiveFloat
     expert_parameters: NonNegativeFloat = 0.0
@@ -103,10 +108,10 @@ class Model:
 
 @section
 class Hardware:
-    """Peaks of a GPU, and shares of the peaks that are reached."""
+    """Peak rates of a GPU, and the shares of them that a program reaches."""
 
     tflops: PositiveFloat
-    """Peak of dense matrix products, in 1e12 FLOPs per second."""
+    """Peak rate of dense matrix multiplications, in 1e12 FLOPs per second."""
     memory_tb_per_s: PositiveFloat
     train_efficiency: Efficiency
     """Share of the peak FLOPs that training reaches."""
@@ -116,12 +121,12 @@ class Hardware:
     memory_efficiency: Efficiency
     """Share of the peak bandwidth that decoding reaches."""
     training_forwards: PositiveFloat = 3.0
-    """Cost of an update in forward passes: 3, or 4 with recomputation of activations."""
+    """Cost of training relative to a forward pass: 3, or 4 with recomputation of activations."""
     push_gb_per_s: PositiveFloat
-    """Rate at which all weights reach all servers, in GB per second."""
+    """Rate at which a weight sync brings all weights to all servers, in GB per second."""
 
     def costs(self, model: Model, server_gpus: int, gpus_per_rank: int) -> dict[str, float]:
-        """Return fields of `Costs`. The times of an iteration's bytes and FLOPs are added, as if nothing overlapped."""
+        """Return fields of `Costs`. Times for memory reads and FLOPs of an iteration are added, as if they did not overlap."""
         bandwidth = server_gpus * self.memory_tb_per_s * 1e12 * self.memory_efficiency
         flops = self.tflops * 1e12
         dense = (model.parameters - model.expert_parameters) * model.bytes_per_parameter
@@ -143,7 +148,7 @@ class Hardware:
 
 @section
 class Lengths:
-    """Lognormal response lengths, by the mean and the 90th percentile before lengths are clipped at max_new_tokens."""
+    """Lognormal distribution of response lengths, by mean and 90th percentile before clipping at max_new_tokens."""
 
     mean: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     p90: PositiveFloat
@@ -167,14 +172,14 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Sizes of a step."""
+    """Sizes that describe a training step."""
 
     samples_per_prompt: int
     max_new_tokens: int
     prompt_tokens: float
     servers: int
     slots: int
-    """Number of responses that a server runs at a time; others wait there."""
+    """Number of responses that a server runs at the same time. Further responses wait on the server."""
     leaders: int
     """Number of data-parallel ranks of the trainer, each with `concurrency` requests in flight."""
     concurrency: int
@@ -184,18 +189,18 @@ class Setting:
     """Number of updates in one epoch."""
     epochs: int = 1
     scoring_passes: int = 0
-    """Number of log-prob passes, for the old policy and the reference."""
+    """Number of log-prob passes per step, for the old policy and the reference."""
     max_staleness: int = 0
     partial_rollout: bool = True
     colocated: bool = False
     pipeline: int = 1
-    """Number of pipeline stages of a rank."""
+    """Number of pipeline stages of a trainer rank."""
     virtual_pipeline: int = 1
 
 
 @section
 class Mode:
-    """Schedule of servers and trainer."""
+    """Schedule of servers and trainer: at the same time on divided GPUs, or in turns on all GPUs."""
 
     max_staleness: Count = 0
     partial_rollout: bool = True

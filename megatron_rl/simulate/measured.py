@@ -1,4 +1,4 @@
-"""Measured runs: sizes, lengths and seconds of the steps, costs that follow from them, and a comparison with predictions."""
+"""Measured runs: reading the sizes, lengths and times of their steps, estimating costs, and comparing with predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.simulate.costs import Costs, Setting
 from megatron_rl.simulate.simulated_step import Simulated, TrainerWork, simulate
 
 WARM_UP = 2
-"""Number of first steps that are left out, because caches fill and kernels are compiled."""
+"""Number of first steps that do not count, because caches fill and kernels are compiled."""
 UNLIMITED = 1 << 30
 PARTS = ("rollout", "log_probs", "train", "sync")
 NOT_MODELLED = ("eval", "checkpoint")
@@ -27,20 +27,21 @@ NOT_MODELLED = ("eval", "checkpoint")
 
 @dataclass(frozen=True)
 class Measured:
-    """Steady steps of a run, read from its folder."""
+    """The steps of a run in steady state, read from its folder."""
 
     name: str
     setting: Setting
     lengths: list[np.ndarray]
-    """Response lengths, [responses] for each step from the first one on."""
+    """Response lengths as [responses] per step, for all steps from the first one on."""
     seconds: list[dict[str, float]]
-    """Seconds of each step that counts: PARTS, other and step, without evaluations and checkpoints."""
+    """Seconds of each step that counts, as {part: seconds}. The parts are PARTS, other and step, without evaluations and
+    checkpoints."""
     steps: list[int]
-    """Indices (from 0) of the steps that count: after the first steps, and without a restarted server."""
+    """Indices (from 0) of the steps that count. They come after the warm-up, and no server restarted in them."""
 
 
 def read_measured(folder: Path) -> Measured:
-    """Read a measured run. Errors: UserError if the folder holds no run, or a run of a kind that is not modeled."""
+    """Read a measured run. Errors: UserError if the folder holds no run, or a kind of run that cannot be simulated."""
     log = read_run(folder)
     _check(log)
     lines = [line for line in log.lines if line.get("time/step_s") is not None and line["step"] > 0]
@@ -111,7 +112,7 @@ def _figure(log: RunLog, line: Any, name: str) -> float:
 
 
 def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
-    """Return the response lengths of a step: recorded ones, or drawn ones with the logged mean, quantiles and maximum."""
+    """Return the response lengths of a step: recorded, or drawn to have the logged mean, quantiles and maximum."""
     if files:
         from megatron_rl.data.trajectory import load_trajectories
 
@@ -156,8 +157,8 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
 def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return coefficients [k] >= 0 of columns [n, k] that fit seconds [n] by least squares of the relative errors.
 
-    Schwarz's criterion (BIC) limits the number of nonzero coefficients. Coefficients that the measurements do not determine
-    are 0.
+    Schwarz's criterion (BIC) limits the number of nonzero coefficients. A coefficient that the measurements do not determine is
+    0.
     """
     values = np.maximum(values, 1e-6)  # resolution of the measurements
     a, n = columns / values[:, None], len(values)
@@ -179,9 +180,9 @@ def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def calibrate(runs: Sequence[Measured]) -> Costs:
-    """Estimate costs from runs. Runs with max_staleness 0 determine all costs but overlap_slowdown; other runs determine it.
+    """Estimate costs from runs. Runs with max_staleness 0 determine all costs except overlap_slowdown; the others determine it.
 
-    Runs of several sizes determine more costs. Errors: UserError without a run with max_staleness 0.
+    Runs of different sizes determine more costs. Errors: UserError without a run with max_staleness 0.
     """
     exact = [run for run in runs if not run.setting.max_staleness]
     if not exact:
@@ -228,7 +229,7 @@ def _median(runs: Sequence[Measured], part: str) -> float:
 
 
 def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
-    """Estimate overlap_slowdown. Simulated time is linear in it, because the amount of work stays the same."""
+    """Estimate overlap_slowdown. Simulated time is linear in it, because the amount of work does not depend on it."""
     if not ahead:
         return 1.0
     steps = [step for run in ahead for step in predict(run, costs).steps]
@@ -238,14 +239,14 @@ def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
 
 
 def predict(run: Measured, costs: Costs) -> Simulated:
-    """Simulate the steps of the run that count, with its response lengths."""
+    """Simulate the run's steps that count, with the run's response lengths."""
     found = simulate(run.setting, costs, run.lengths)
     return replace(found, steps=[found.steps[step] for step in run.steps])
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Median of a part over the steps that count, in seconds, measured and predicted."""
+    """A part of the step: its median time over the steps that count, in seconds, measured and predicted."""
 
     name: str
     part: str
@@ -254,12 +255,12 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Error of the prediction, relative to the measured value."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else math.nan
 
 
 def compare(run: Measured, costs: Costs) -> list[Compared]:
-    """Compare the whole step and its parts with the prediction."""
+    """Compare the measured times of the step and its parts with the predicted ones."""
     predicted = predict(run, costs).steps
     return [
         Compared(

@@ -1,4 +1,4 @@
-"""Event simulation of decoding servers. Events are the arrival and end of requests; a weight sync interrupts all requests."""
+"""Event simulation of rollout servers. The events are arrivals and ends of requests. A weight sync interrupts all requests."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ import numpy as np
 from megatron_rl.simulate.costs import Costs, Setting
 
 TOKENS_PER_CALL = 4096
-"""Copy of the value in megatron_rl/rollout/collect.py, which imports torch. Tests compare the calls of both."""
+"""Copy of the constant in megatron_rl/rollout/collect.py, which imports torch. Tests compare the calls of both modules."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A response that is requested or running."""
+    """A response that has been requested or is running."""
 
     prompt: tuple[int, int]
-    """(batch, place of the prompt)."""
+    """(number of the batch, index of the prompt in the batch)."""
     length: float
-    """Number of tokens that it will have."""
+    """Number of tokens that the response has at its end."""
     call: Call
     done: float = 0.0
-    """Number of tokens that it had at its last admission."""
+    """Number of tokens that the response had when the server last admitted it."""
     start: float = 0.0
-    """Position of its server at its last admission."""
+    """Number of iterations that the server had done when it last admitted the response."""
     version: int = 0
-    """Version of the weights that sampled its first token."""
+    """Version of the weights that sampled the response's first token."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Requests that share an HTTP call. The client counts all of them as in flight until the last one ends."""
+    """Requests that share an HTTP call. The client counts all of them as in flight until the last one has ended."""
 
     leader: int
     server: int
     size: int
     open: int
     requests: list[Request] = field(default_factory=list)
-    """Requests of the call until they go to the server."""
+    """Requests of the call before they are sent to the server; then empty."""
 
 
 def calls_of(first: int, count: int, total: int, servers: int, per_call: int) -> list[tuple[int, range]]:
     """Return (server, request numbers) of a leader's calls, in order, for requests first .. first + count - 1 of `total`.
 
-    Each server gets an equal block of the numbers (`server_order` in megatron_rl/servers/client.py). Calls take turns over the
-    servers.
+    A leader is a data-parallel rank of the trainer. Each server gets an equal block of the numbers (`server_order` in
+    megatron_rl/servers/client.py). Consecutive calls go to different servers in turn.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for number in range(first, first + count):
@@ -69,30 +69,30 @@ class Work:
 
     iterations: float = 0.0
     tokens: float = 0.0
-    """Number of response tokens: running responses, summed over iterations."""
+    """Number of decoded response tokens."""
     kv_tokens: float = 0.0
-    """Number of cached tokens, summed over iterations."""
+    """Number of cached tokens that were read, summed over iterations."""
     prefill_tokens: float = 0.0
 
 
 class _Server:
-    """A server. Each iteration gives one token to every running response, so the number of iterations is their clock."""
+    """A server. An iteration adds one token to every running response, so iterations (its position) serve as a clock."""
 
     def __init__(self, costs: Costs, slots: int, prompt_tokens: float) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[tuple[float, int, Request]] = []
-        """Heap of (position at its end, order of admission, request)."""
+        """Heap of (position at which the response ends, order of admission, request)."""
         self.work = Work()
         self.stamp = 0
-        """Number that changes whenever the next end is planned again."""
+        """Number that changes whenever the next end is computed again."""
         self._costs, self._slots, self._prompt = costs, slots, prompt_tokens
         self._time = self._position = self._prefill_s = self._kv = 0.0
         self._iteration_s = 0.0
         self._computed: set[tuple[int, int]] = set()
-        """Prompts in the prefix cache."""
+        """Prompts that are in the prefix cache."""
 
     def advance(self, now: float) -> None:
-        """Compute until the time `now`, in seconds."""
+        """Compute from the last call until the time `now` (in seconds)."""
         left = now - self._time
         self._time = now
         if not self.running:
@@ -115,7 +115,7 @@ class _Server:
         self._position += count
 
     def next_end(self) -> float:
-        """Return the time of the next end of a response, without other events. `advance` must have been called."""
+        """Return the time at which the next response ends if nothing else happens. `advance` must have been called."""
         if not self.running:
             return math.inf
         count, kv_s = max(0.0, self.running[0][0] - self._position), self._costs.decode_kv_token_s
@@ -123,7 +123,7 @@ class _Server:
         return self._time + self._prefill_s + seconds
 
     def end(self, now: float) -> list[Request]:
-        """End the responses that end now, at the time that `next_end` returned, and return them."""
+        """End and return the responses that end at the time `now`, which `next_end` returned."""
         self._time, self._prefill_s = now, 0.0
         self._iterate(max(0.0, self.running[0][0] - self._position))
         self._position, ended = max(self._position, self.running[0][0]), []
@@ -133,7 +133,7 @@ class _Server:
         return ended
 
     def admit(self, version: int, order: int) -> int:
-        """Admit waiting requests while slots are free. Prefill each prompt once, and earlier tokens of a response again."""
+        """Admit waiting requests while slots are free. Each prompt is prefilled once, and a response's earlier tokens again."""
         before = len(self.running)
         while self.waiting and len(self.running) < self._slots:
             request = self.waiting.popleft()
@@ -151,7 +151,7 @@ class _Server:
         return len(self.running) - before
 
     def retract(self) -> None:
-        """Move all running requests to the end of the queue, as SGLang does, and empty the cache."""
+        """Move all running requests to the end of the queue, as SGLang does, and empty the prefix cache."""
         for _, _, request in sorted(self.running, key=lambda entry: entry[1]):
             request.done = min(request.length, request.done + self._position - request.start)
             self.waiting.append(request)
@@ -161,38 +161,39 @@ class _Server:
 
 
 class Servers:
-    """All servers and their clients. `now` counts seconds of work, `wall` counts seconds of wall time.
+    """All servers and their clients. `now` counts seconds of work, `wall` counts seconds of wall-clock time.
 
-    They differ if trainer and servers share processors: while both have work, both run at 1 / costs.overlap_slowdown of their
-    speed.
+    The two times differ if trainer and servers share processors. While both have work, both run at 1 / costs.overlap_slowdown
+    of their speed.
     """
 
     def __init__(self, setting: Setting, costs: Costs) -> None:
         self.now = self.wall = 0.0
         self.seconds_with: defaultdict[int, float] = defaultdict(float)
-        """{number of running responses: seconds of wall time}."""
+        """{number of running responses: seconds of wall-clock time with this number}."""
         self.idle_s = self.overlap_s = 0.0
-        """Seconds in which servers run nothing, and seconds of work in which trainer and servers both have work."""
+        """idle_s: wall-clock seconds in which a server runs nothing, summed over servers. overlap_s: seconds of work in which
+        both trainer and servers have work."""
         self._setting, self._costs = setting, costs
         self._servers = [_Server(costs, setting.slots, setting.prompt_tokens) for _ in range(setting.servers)]
         self._in_flight = [0] * setting.leaders
         self._calls: list[deque[Call]] = [deque() for _ in range(setting.leaders)]
         self._arrivals: deque[tuple[float, list[list[Call]]]] = deque()
         self._ends: list[tuple[float, int, int]] = []
-        """Heap of (time, server, its stamp). An entry with an old stamp is void."""
+        """Heap of (time of the next end, server, the server's stamp). Entries with an old stamp do not count."""
         self._asked: dict[int, list[Request]] = {}
         self._open: dict[int, int] = {}
-        """Number of responses of each batch that have not ended."""
+        """{batch: number of its responses that have not ended}."""
         self._running = self._active = self._order = 0
         self._paused, self._version = False, 0
 
     @property
     def work(self) -> list[Work]:
-        """Work of each server."""
+        """Work that each server has done."""
         return [server.work for server in self._servers]
 
     def ask(self, batch: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Request a batch of responses with these lengths. Samples of a prompt are adjacent."""
+        """Request a batch of responses with these lengths. The responses to one prompt are adjacent."""
         setting, total = self._setting, len(lengths)
         per_call = max(1, TOKENS_PER_CALL // setting.max_new_tokens)
         leaders, requests = [], []
@@ -223,13 +224,13 @@ class Servers:
             self._next(math.inf, computing=False)
 
     def pass_time(self, seconds: float) -> None:
-        """Advance by `seconds` of the trainer's work."""
+        """Advance the simulation by `seconds` of the trainer's work."""
         until = self.now + seconds
         while self._next(until, computing=True):
             pass
 
     def pause(self) -> None:
-        """Interrupt all running requests."""
+        """Interrupt all running requests, as a weight sync does."""
         for server in self._servers:
             server.advance(self.now)
             server.retract()
@@ -239,12 +240,12 @@ class Servers:
         self._paused = True
 
     def resume(self, version: int) -> None:
-        """Continue with new weights."""
+        """Continue with new weights of this version."""
         self._paused, self._version = False, version
         self._admit(range(len(self._servers)))
 
     def _next(self, until: float, *, computing: bool) -> bool:
-        """Advance to the next event, or to `until` if there is none before. Return True if there was an event."""
+        """Advance to the next event, or to `until` if no event comes earlier. Returns True if there was an event."""
         while self._ends and self._ends[0][2] != self._servers[self._ends[0][1]].stamp:
             heappop(self._ends)
         end = self._ends[0][0] if self._ends else math.inf
@@ -289,7 +290,11 @@ class Servers:
         return touched
 
     def _serve(self, leader: int) -> set[int]:
-        """Send calls as servers/request_slots.py: in the order of steps; a call above the limit goes alone. Return servers."""
+        """Send a leader's waiting calls, in order, within its limit of requests in flight.
+
+        The limit works as in servers/request_slots.py: a call above the limit is sent alone. Returns the servers that got
+        requests.
+        """
         calls, limit, touched = self._calls[leader], self._setting.concurrency, set()
         while calls and (not self._in_flight[leader] or self._in_flight[leader] + calls[0].size <= limit):
             call = calls.popleft()

@@ -1,4 +1,4 @@
-"""`megatron-rl simulate`: tables of where a step's time goes, with stated or measured costs, and beside measured runs."""
+"""`megatron-rl simulate`: tables of the time of each part of a step, from stated or measured costs, next to measured times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_rl.simulate.simulated_step import Simulated, simulate
 
 @section
 class Scenario:
-    """Content of a scenario file. The number of responses per GPU in a step is the same for every number of GPUs."""
+    """Content of a scenario file. Steps have the same number of responses per GPU for every number of GPUs."""
 
     gpus: list[Positive] = dataclasses.field(default_factory=lambda: [8, 64, 512, 4096])
     modes: dict[str, Mode]
     lengths: Lengths
     costs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of `Costs`, which override the values from hardware and model."""
+    """Fields of `Costs` that override the values derived from hardware and model."""
     hardware: Hardware | None = None
     model: Model | None = None
     responses_per_gpu: Positive = 8
@@ -45,12 +45,12 @@ class Scenario:
     slots: Positive = 256
     gpus_per_rank: Positive = 1
     pipeline: Positive = 1
-    """Number of pipeline stages of a trainer's rank. Costs per token exclude waits for other stages."""
+    """Number of pipeline stages of a trainer rank. Costs per token do not include waits for other stages."""
     virtual_pipeline: Positive = 1
-    """Number of parts of a stage (interleaved schedule)."""
+    """Number of model parts per pipeline stage (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
-    """Number of simulated steps that count, after the steps in which the servers get ahead."""
+    """Number of simulated steps that count, after the first steps in which the servers get ahead of the trainer."""
     seed: Count = 0
 
     @model_validator(mode="after")
@@ -66,14 +66,14 @@ class Scenario:
         return self
 
     def stated_costs(self) -> Costs:
-        """Return the costs. Errors: ValidationError for an invalid field of costs."""
+        """Return the scenario's costs. Errors: ValidationError for an invalid field of `costs`."""
         derived: dict[str, Any] = {}
         if self.hardware and self.model:
             derived = self.hardware.costs(self.model, self.server_gpus, self.gpus_per_rank)
         return TypeAdapter(Costs).validate_python(derived | self.costs)
 
     def setting(self, mode: Mode, gpus: int) -> Setting:
-        """Return the sizes of a step on `gpus` GPUs. Errors: UserError if the GPUs cannot be divided so."""
+        """Return the sizes of a step on `gpus` GPUs. Errors: UserError if the GPUs cannot be divided in this way."""
         servers = gpus if mode.colocate else round(gpus * mode.server_share)
         trainer = gpus if mode.colocate else gpus - servers
         for what, key, count, size in (
@@ -114,7 +114,7 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> tuple[Scenario, Costs]:
-    """Read a scenario file and its costs. Errors: UserError naming file and key."""
+    """Read a scenario file. Returns the scenario and its costs. Errors: UserError naming file and key."""
     try:
         values = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -153,10 +153,10 @@ def _first(error: ValidationError, prefix: str, known: Any) -> str:
 
 
 def simulate_command(file: Path | None, measured: list[Path], compared: list[Path]) -> None:
-    """Print the requested tables.
+    """Print the tables of a scenario and of comparisons with measured runs.
 
-    file: scenario file, simulated with its own costs or with the costs of the measured runs. compared: runs that are compared
-    with the prediction from these costs. Errors: UserError.
+    file: scenario file, simulated with its own costs or with the costs of the measured runs. measured: runs from which costs
+    are estimated. compared: runs to compare with the prediction from these costs. Errors: UserError.
     """
     if file is None and not measured:
         raise UserError("simulate: name a FILE, or give runs with --from to measure costs from")
@@ -183,7 +183,7 @@ def simulate_command(file: Path | None, measured: list[Path], compared: list[Pat
 
 
 def table_of(scenario: Scenario, costs: Costs) -> Table:
-    """Return a table with a row per number of GPUs and mode: seconds of a step, and the shares of its parts."""
+    """Return a table with one row per number of GPUs and mode: the seconds of a step, and the shares of the step's parts."""
     numbers = [
         "step, s",
         "steps\nper h",

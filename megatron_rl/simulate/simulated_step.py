@@ -1,4 +1,4 @@
-"""Simulation of the loop of megatron_rl/train.py: waits of a step, and where its seconds go."""
+"""Simulation of the training loop in megatron_rl/train.py: how long the parts of a step take, including waits."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_rl.simulate.servers import Servers, Work
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of wall time of a step by part, and its tokens."""
+    """Seconds of wall-clock time of each part of a step, and the step's tokens."""
 
     rollout_s: float
-    """Time in which the trainer waits for responses."""
+    """Seconds in which the trainer waits for responses."""
     log_probs_s: float
     train_s: float
     sync_s: float
-    """Time of the weight sync, and with partial_rollout: false also the wait for running responses."""
+    """Seconds of the weight sync. With partial_rollout: false, they include the wait for running responses."""
     other_s: float
     tokens: float
     """Number of prompt and response tokens."""
     staleness: np.ndarray
-    """Number of steps between the oldest weights of each response and the step that trains on it."""
+    """For each response, the number of steps between its oldest weights and the step that trains on it."""
     overlap_s: float
-    """Seconds in which trainer and servers both worked, before the slowdown of both."""
+    """Seconds in which trainer and servers both worked, before overlap_slowdown is applied."""
 
     @property
     def step_s(self) -> float:
@@ -39,20 +39,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The simulated steps of a run that count."""
+    """The simulated steps of a run, without the steps that do not count."""
 
     steps: list[Step]
     idle: float
-    """Share of the servers' time in which they run nothing, including weight syncs."""
+    """Share of the servers' time in which a server runs nothing, including weight syncs."""
     tail: float
-    """Share of the time in which some responses run, but fewer than a tenth of the largest number."""
+    """Share of the time in which responses run, but fewer than a tenth of the largest number."""
     work: list[Work]
-    """Work of each server."""
+    """Work that each server has done."""
 
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """Work of the slowest rank in an epoch, in the units of `Costs`. Waits for pipeline stages count as work."""
+    """Work of the slowest data-parallel rank in an epoch, in the units of `Costs`. Waits for pipeline stages count as work."""
 
     tokens: float
     pairs: float
@@ -72,7 +72,7 @@ class TrainerWork:
         return cls(tokens * times, pairs * times, micro_batches * times, updates)
 
     def times(self, epochs: int) -> TrainerWork:
-        """Return the work of several epochs."""
+        """Return the work of this number of epochs."""
         return TrainerWork(
             epochs * self.tokens, epochs * self.pairs, epochs * self.micro_batches, epochs * self.updates
         )
@@ -89,8 +89,8 @@ class TrainerWork:
 def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | np.ndarray], skip: int = 0) -> Simulated:
     """Simulate steps that train on responses of these lengths, given as [responses] for each step, in order.
 
-    skip: number of steps at the beginning that are left out, because the servers have no work ahead yet. Then max_staleness
-    steps at the end are left out too.
+    skip: number of first steps that do not count, because the servers are not yet ahead of the trainer. If it is not 0, the
+    last max_staleness steps do not count either.
     """
     servers, steps, asked = Servers(setting, costs), [], 0
     last = len(lengths) - setting.max_staleness if skip else len(lengths)

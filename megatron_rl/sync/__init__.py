@@ -1,1 +1,1 @@
-"""Weight sync from trainer to engines: weights travel in buckets over a transport, and checksums of both sides are compared."""
+"""Weight sync from the trainer to the rollout engines. Weights travel in buckets, and both sides compare checksums."""

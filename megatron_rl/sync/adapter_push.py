@@ -1,7 +1,7 @@
-"""Push of adapters without merging them: megabytes of weights, to servers that hold the base model.
+"""Weight sync of LoRA adapters that are not merged: only megabytes travel, because the servers hold the base model.
 
-`AdapterSync` is the counterpart of `WeightSync` for sync.adapters: unmerged. Rank 0 writes the adapters in PEFT's format to a
-folder that the servers must be able to read.
+With sync.adapters: unmerged, `AdapterSync` replaces `WeightSync`. Rank 0 writes the adapters in PEFT's format to a folder that
+the servers must be able to read.
 """
 
 from __future__ import annotations
@@ -39,18 +39,23 @@ class AdapterSync:
         group: dist.ProcessGroup | None = None,
         key: str = "",
     ) -> None:
-        """base: the servers' model; folder: parent of the folders with written adapters; key: key of the servers."""
+        """Prepare, without connecting.
+
+        base: folder of the base model that the servers hold. folder: parent of the folders with adapters. key: API key of the
+        servers.
+        """
         self.config, self.addresses, self.group = config, list(addresses), group
         self._lora, self._base, self._folder, self._key = lora, base, folder, key
         self._is_sender = not dist.is_initialized() or dist.get_rank(group) == 0
         self._engines: Engines | None = None
         self.version: str | None = None
-        """Version of the last push."""
+        """Version of the adapters that were pushed last."""
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
-        """Load adapters, given by PEFT's names, into all servers, replacing the previous ones. Collective.
+        """Replace the adapters on all servers by new ones, given by PEFT's names. Collective: all ranks call it.
 
-        named_tensors: complete on rank 0; other ranks only drain it. Errors: WeightSyncError (every rank) naming the server.
+        named_tensors: (PEFT's name, tensor) of every adapter weight. Rank 0 reads them, other ranks only iterate. Errors:
+        WeightSyncError (every rank) naming the server.
         """
         tensors = dict(named_tensors)
         result = [together((lambda: self._push(tensors, version)) if self._is_sender else None, self.group)]
@@ -62,11 +67,11 @@ class AdapterSync:
         return stats
 
     def verify(self) -> None:
-        """Compare versions with the last push. Errors (on every rank): WeightSyncError that names the servers."""
+        """Check that the servers have the last pushed version. Errors (on every rank): WeightSyncError naming the servers."""
         together(self._check_served if self._is_sender else None, self.group)
 
     def move(self, addresses: list[str]) -> None:
-        """Use other servers from now on; the next push reaches them."""
+        """Replace the servers' addresses. The next push goes to the new servers."""
         if list(addresses) != self.addresses:
             self.close()
             self.addresses = list(addresses)

@@ -1,4 +1,4 @@
-"""Allocator settings of torch for GPU memory in trainer processes. Read before torch, so it imports nothing heavy."""
+"""Torch's allocator settings for GPU memory in trainer processes. This module is read before torch, and loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def allocator_settings(transport: type[Transport], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables to add to a trainer process's environment; {} if the user has set one of them.
+    """Return variables to add to a trainer process's environment; {} if the user has already set one of them.
 
-    The variables select segments that grow, so that micro-batches of different lengths leave no gaps.
+    The variables select expandable memory segments, so that micro-batches of different lengths leave no gaps.
 
-    Nothing is added for a transport whose buckets the engine maps (tensor), because torch refuses to share such memory with
-    another process (2.14: "Cannot share an expandable_segments allocation"). The exception is
-    TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, if the kernel lets the engine take the trainer's file descriptors, which is rare for a
-    child.
+    Nothing is added for the transport `tensor`, whose buckets the engine maps. Torch refuses to share expandable segments with
+    another process (2.14: "Cannot share an expandable_segments allocation"). TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 allows it,
+    but only if the operating system's kernel lets the engine take the trainer's file descriptors. Kernels rarely let a child
+    process do so.
     """
     if any(name in environment for name in ALLOCATOR_VARIABLES) or transport.shares_memory:
         return {}
@@ -27,7 +27,7 @@ def allocator_settings(transport: type[Transport], environment: Mapping[str, str
 
 
 def shares_expandable_memory(transport: type[Transport], environment: Mapping[str, str]) -> bool:
-    """Return whether the user's settings put the bucket into memory that no other process can map."""
+    """Return whether the user's settings put the transport's bucket into expandable memory, which no other process can map."""
     given = ",".join(environment.get(name, "") for name in ALLOCATOR_VARIABLES)
     allowed = environment.get("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC") == "1"
     return transport.shares_memory and EXPANDABLE in given and not allowed

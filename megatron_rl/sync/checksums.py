@@ -1,7 +1,7 @@
-"""Expected checksums of the engine after a push, computed from the Hugging Face tensors that were pushed.
+"""Checksums that the engine must report after a push, computed from the Hugging Face tensors that the trainer sent.
 
-The engine hashes the weights that it serves, after loading, fusing and sharding; the trainer hashes the tensors that it sends.
-`megatron_rl_plugin.fingerprint` describes the hash, and why the hash of a fused tensor is a sum over its parts.
+The engine hashes the weights that it serves, after loading, fusing and sharding them. The trainer hashes the tensors that it
+sends. `megatron_rl_plugin.fingerprint` describes the hash, and why the hash of a fused tensor is a sum over its parts.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from megatron_rl.models.families import EXPERT_LINEARS, FAMILIES, LINEARS, STACK
 PREDICTOR_WEIGHT = ".predictor.weight"
 """Suffix of the names of route predictors (`megatron_rl_models`)."""
 _IN_ONE_CALL = {linear.stacked_in for linear in LINEARS.values() if linear.in_one_call}
-"""Parameters that SGLang fuses within a single load_weights call; a half that arrives alone is lost."""
+"""Parameters whose two halves SGLang fuses within one load_weights call. A half that arrives alone is lost."""
 _SHARED_EXPERTS = tuple({f".{family.moe.shared_experts}" for family in FAMILIES.values() if family.moe})
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a Hugging Face tensor in the engine."""
+    """Position of a Hugging Face tensor in the engine's own parameters, which may be fused or hold all experts."""
 
     parameter: str
     expert: int = 0
     part: int = 0
-    """Position among the parts of one expert (or of a parameter without experts)."""
+    """Position among the tensors that are stacked into one expert (or into a parameter without experts)."""
     parts: int = 1
-    """Number of parts of an expert; set only for parameters with experts."""
+    """Number of tensors that are stacked into one expert. Set only for parameters with experts."""
     all_experts: bool = False
     """True if the tensor holds all experts: [E, ...]."""
     transposed: bool = False
@@ -57,7 +57,7 @@ class Slot:
 
 
 def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
-    """Return the slot of Hugging Face tensor `name` in the engine's parameters (name -> local shape); None: no slot."""
+    """Return the position of Hugging Face tensor `name` in the engine's parameters {name: local shape}; None if it has none."""
     if name in parameters:
         return Slot(name)
     if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?", name):
@@ -85,9 +85,9 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
 
 
 def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether the engine turned gpt-oss's experts from [E, in, out] into [E, out, in]; its Triton kernels do not.
+    """Return whether the engine has transposed gpt-oss's experts [E, in, out] to [E, out, in]. SGLang's Triton kernels do not.
 
-    Experts of all other families have no biases and are [E, out, in] on both sides.
+    Experts of all other families have no biases and are [E, out, in] in trainer and engine.
     """
     if f"{prefix}.w13_weight_bias" not in parameters:
         return False
@@ -104,7 +104,7 @@ def _in_one_call(parameter: str) -> bool:
 def keep_together(
     named_tensors: Iterable[tuple[str, Tensor]], slot_of: Callable[[str], Slot | None]
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield groups of tensors that must reach the engine in one call: single tensors, or DeepSeek's two low-rank halves."""
+    """Yield groups of tensors that the engine must load in one call: DeepSeek's two low-rank halves, else single tensors."""
     waiting: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors:
         slot = slot_of(name)
@@ -123,7 +123,7 @@ def keep_together(
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """A parameter of the engine on one of its tensor-parallel ranks."""
+    """An engine parameter on one of the tensor-parallel ranks: fingerprint (value), dtype and local shape."""
 
     value: int
     dtype: torch.dtype
@@ -136,15 +136,15 @@ class EngineParameter:
 
 
 class WeightsDigest:
-    """A digest of a set of weights, equal for all parallel layouts and for weights that round to the same dtype."""
+    """A digest of a model's weights. It does not depend on the parallel layout, and weights are rounded to one dtype first."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Start a digest of weights in the engine's dtype."""
+        """Start an empty digest. dtype: the engine's dtype, to which weights are rounded."""
         self._dtype = dtype
         self._values: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass Hugging Face tensors on and add each to the digest. Predictors that are zero are ignored."""
+        """Yield the given Hugging Face tensors unchanged and add each to the digest. Tensors that are all zero do not count."""
         for name, tensor in named_tensors:
             seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
             self._values[name] = fingerprint_tensor(seen)
@@ -158,7 +158,7 @@ class WeightsDigest:
 
 
 def parse(text: str) -> EngineParameter | None:
-    """Parse `fingerprint.describe`'s format; return None for the SHA-256 of a server without the plugin."""
+    """Parse a checksum in the format of `fingerprint.describe`. Returns None for the SHA-256 of a server without the plugin."""
     prefix, *fields = text.split(":")
     if prefix != PREFIX:
         return None
@@ -168,30 +168,30 @@ def parse(text: str) -> EngineParameter | None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor, or one expert of it, hashed in blocks that shards may hold."""
+    """Fingerprints of one pushed tensor (or of one expert in it), computed in blocks of the size that a rank may hold."""
 
     slot: Slot
     name: str
     rows: int
     """Number of rows of one block."""
     hashes: list
-    """Fingerprints of the blocks: [] int64 tensors, and numbers after `ExpectedChecksums.collect`."""
+    """Fingerprints of the blocks: scalar int64 tensors until `ExpectedChecksums.collect` replaces them by Python numbers."""
     by_columns: bool
 
 
 class ExpectedChecksums:
     """Collects the pushed tensors and compares them with the engine's checksums.
 
-    Tensor parallelism: each rank must hold one of the shards into which rows or columns of the pushed tensors can be cut, and
-    each shard must be held by some rank. The shapes that the engine reported tell the cuts. Replicated parameters (norms,
-    routers, and key-value heads if there are more ranks than heads) and expert parallelism follow from the same rule.
+    Tensor parallelism cuts the rows or columns of the pushed tensors into shards. Each rank must hold one of these shards, and
+    some rank must hold each shard. The shapes that the engine reports show how it cut the tensors. The same rule covers expert
+    parallelism and replicated parameters (norms, routers, and key-value heads if there are more ranks than heads).
     """
 
     def __init__(self, engine: list[dict[str, EngineParameter]], slot_of: Callable[[str], Slot | None]) -> None:
-        """Expect no tensor yet.
+        """Start without expected tensors.
 
-        engine: one dict (name -> parameter) per tensor-parallel rank, as reported at the connection. slot_of: returns a
-        tensor's slot in the engine (`locate`).
+        engine: one dict (name -> parameter) per tensor-parallel rank, as the engine reported them at connection. slot_of:
+        returns a tensor's position in the engine (`locate`).
         """
         self._engine = engine[0]
         self._ranks = len(engine)
@@ -200,7 +200,7 @@ class ExpectedChecksums:
         self._on_device: list[_Piece] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Expect a full tensor in the engine's dtype, as it is sent. The call does not wait for the tensor's device."""
+        """Add a full tensor, in the engine's dtype, that the trainer sends. The call does not wait for the tensor's device."""
         slot = self._slot_of(name)
         if slot is None:
             raise KeyError(name)  # `WeightSync` refuses such a tensor before
@@ -215,7 +215,7 @@ class ExpectedChecksums:
         self._on_device += pieces
 
     def collect(self) -> None:
-        """Fetch the fingerprints added since the last call, with a single wait for the device."""
+        """Copy the fingerprints added since the last call to the host, with one wait for the device."""
         hashes = iter(to_integers([h for piece in self._on_device for h in piece.hashes]))
         for piece in self._on_device:
             piece.hashes[:] = [next(hashes) for _ in piece.hashes]
@@ -238,7 +238,7 @@ class ExpectedChecksums:
         return _Piece(slot, name, size, [fingerprint_tensor(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
-        """Return all parameters that differ, with the pushed tensors that they consist of; []: both sides agree."""
+        """Return all parameters that differ, each with the pushed tensors that it consists of; [] if both sides agree."""
         self.collect()
         found = []
         for parameter in self._engine:
@@ -255,9 +255,9 @@ class ExpectedChecksums:
         return found
 
     def _shards(self, name: str) -> list[set[int]]:
-        """Return the fingerprints that the engine's ranks must hold of a parameter, one set for each possible way to cut it.
+        """Return the fingerprints of a parameter that the engine's ranks must hold: one set for each possible way to cut it.
 
-        A set has one fingerprint per distinct shard.
+        A set holds one fingerprint per distinct shard.
         """
         pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
         parameter = self._engine[name]
@@ -276,7 +276,10 @@ class ExpectedChecksums:
 
 
 def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[set[int]]:
-    """Return the fingerprints of the shards of stacked pieces. A rank holds local_rows rows, or a cut of the columns."""
+    """Return `ExpectedChecksums._shards` of a parameter without experts.
+
+    A rank holds local_rows rows, or a cut of the columns.
+    """
     if pieces[0].by_columns:
         cuts = range(len(pieces[0].hashes))
         return [{_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}]
@@ -302,7 +305,7 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[
 
 
 def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, list[int]]]:
-    """Return the blocks of every piece on one rank of max(cuts). Neighbors share a block of a piece with fewer cuts."""
+    """Return the blocks that one of max(cuts) ranks holds of each piece. Neighbors share a block of a piece with fewer cuts."""
     held = []
     for piece, cut in zip(pieces, cuts, strict=True):
         blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)

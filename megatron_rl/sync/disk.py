@@ -1,4 +1,4 @@
-"""Transport by a folder of safetensors files: slow, but it needs only a file system that trainer and engines share."""
+"""Weight transport by a folder of safetensors files. It is slow, but needs only a file system that both sides share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(Transport):
-    """Sends weights by `/update_weights_from_disk`. Each push has its own folder, renamed to its final name when complete."""
+    """Sends weights through `/update_weights_from_disk`. Each push writes its own folder and renames it when complete."""
 
     needs_folder = True
     buffers_on_gpu = False

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class DistributedTransport(Transport):
-    """Sends by `/update_weights_from_distributed`: trainer rank 0 is rank 0 of each group, followed by the servers' ranks.
+    """Sends weights by `/update_weights_from_distributed`. Trainer rank 0 is rank 0 of each group, before the servers' ranks.
 
-    NCCL has one group with all servers, because its broadcast passes data on from server to server. Gloo has one group for each
-    server: if a member of a gloo group dies, a broadcast skips other members, which then wait until their timeout, and
-    `abort` does not wake them (torch 2.14).
+    NCCL has one group with all servers, because its broadcast passes the data on from server to server. Gloo has one group for
+    each server: if a member of a gloo group is dead, a broadcast fails before it has reached the other members. They would wait
+    until their timeout, because `abort` does not close gloo's connections (torch 2.14).
 
-    A group is a bare backend object. It is in no registry of torch.distributed, and no other group depends on it, so a group
-    that fails is discarded and replaced.
+    A group is a bare backend object, outside torch.distributed's registry of groups. No other group depends on it, so a
+    failed group can be discarded and replaced.
     """
 
     not_on_one_gpu = "NCCL takes no two processes of a group on one GPU"
@@ -90,9 +90,9 @@ class DistributedTransport(Transport):
                 self._stores.clear()
 
     def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        """Join the group like SGLang's init_custom_process_group, with the same nested prefixes in the store.
+        """Join the group in the same way as SGLang's init_custom_process_group, with the same nested prefixes in the store.
 
-        The group uses its own connection, because the store's owner must be free to close the store.
+        The group opens its own connection to the store, so that the store's owner can close the store at any time.
         """
         import torch
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""SGLang's control calls to one or several servers at the same time, each with a deadline and one-line errors."""
+"""Control calls to one or several SGLang servers at the same time. Each call has a deadline and a one-line error message."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHORT_S = 10.0
 
 
 class Engines:
-    """The servers that receive the weights. Calls go to all of them at the same time."""
+    """The rollout servers that receive the weights. Calls go to all of them at the same time."""
 
     def __init__(self, addresses: list[str], timeout_s: float, *, key: str = ""):
-        """key: key of all servers; empty: they need none. Errors: WeightSyncError if there are no servers."""
+        """key: API key of all servers; empty if they need none. Errors: WeightSyncError if there are no servers."""
         if not addresses:
             raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
         self.addresses = [address.rstrip("/") for address in addresses]
@@ -30,7 +30,7 @@ class Engines:
         self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
-        """Start a POST to every server, with one body for all or one each, after earlier calls of `tell` have arrived."""
+        """Start a POST to every server, after earlier calls of `tell` have ended. bodies: one for all servers, or one each."""
         concurrent.futures.wait(self._told, _SHORT_S)
         each = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
         return [
@@ -48,21 +48,21 @@ class Engines:
         return [call.result() for call in calls]
 
     def call(self, path: str, bodies: dict | list[dict] | None = None) -> list[dict]:
-        """POST to every server and wait for all replies."""
+        """Send a POST to every server and wait for all replies."""
         return self.wait(self.start(path, bodies))
 
     def get(self, path: str) -> list[dict]:
-        """GET from every server, within 10 s."""
+        """Send a GET to every server and return the replies. Each server has 10 s to answer."""
         return self.wait([self._loop.start(self._request("GET", a, path, None, _SHORT_S)) for a in self.addresses])
 
     def attempt(self, path: str, body: dict | None = None) -> None:
-        """POST to every server to clean up, and wait up to 10 s for answers, which may be errors."""
+        """Send a clean-up POST to every server, and wait up to 10 s for the answers. Error answers are ignored."""
         self.tell(path, body)
         with contextlib.suppress(WeightSyncError):
             self.wait(self._told)
 
     def tell(self, path: str, body: dict | None = None) -> None:
-        """POST to every server to clean up, without waiting; the next call, or `close`, waits."""
+        """Send a clean-up POST to every server without waiting. The next call, or `close`, waits for the answers."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._told = [self._loop.start(self._request("POST", a, path, body, _SHORT_S)) for a in self.addresses]
 
@@ -88,7 +88,7 @@ class Engines:
         return content
 
     def close(self) -> None:
-        """Close the connections, after the calls of `tell` have arrived."""
+        """Close the connections after the calls of `tell` have ended."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._loop.run(self._http.close())
         self._loop.close()
@@ -103,21 +103,21 @@ async def _session(key: str) -> aiohttp.ClientSession:
 
 
 FROM_FOLDER = "default"
-"""SGLang's version of the weights that the server was started with."""
+"""SGLang's version name for the weights with which the server was started."""
 RELEASED = "released"
-"""Version of weights on a server that a run no longer uses."""
+"""Version name of the weights on a server that a run has stopped using."""
 
 
 def version_of(run: str, step: int | str) -> str:
-    """Return the version of a run's weights of a step, as servers store it; for a run without an id, only the step."""
+    """Return the version name RUN.STEP of a run's weights, as servers store it. A run without an id has only the step."""
     return f"{run}.{step}" if run else str(step)
 
 
 def owner_of(version: object) -> str:
-    """Return the id of the run that pushed a server's version; '' if no run pushed it, or the run has no id."""
+    """Return the id of the run that pushed the weights of this version; '' if no run pushed them, or the run has no id."""
     return str(version or "").rpartition(".")[0]
 
 
 def as_own(version: str, run: str) -> str:
-    """Return the step of a version of this run; return other versions unchanged."""
+    """Return only the step if the version belongs to this run, else the whole version."""
     return version.rpartition(".")[2] if owner_of(version) == run else version

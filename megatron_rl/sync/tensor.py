@@ -1,4 +1,4 @@
-"""Transport by shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies from it.
+"""Weight transport by shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies from it.
 
 The bucket is on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, which needs
 peer access (megatron_rl/checks/preflight.py checks it). The bucket's GPU need not be visible to them.
@@ -21,7 +21,7 @@ DEVICE_ARGUMENT = 6
 
 
 class TensorTransport(Transport):
-    """Sends flattened buckets by `/update_weights_from_tensor`."""
+    """Sends buckets as one flat tensor each, through `/update_weights_from_tensor`."""
 
     shares_memory = needs_peer_access = True
 
@@ -67,7 +67,7 @@ class TensorTransport(Transport):
 
 
 class _OpenedAt:
-    """Pickles as a CUDA tensor that another process maps to a given device of its own, not to the device's number here."""
+    """A CUDA tensor for pickling. The receiver opens it on its own device number `device`, not on the sender's number."""
 
     def __init__(self, tensor: Tensor, device: int) -> None:
         self._tensor, self._device = tensor, device
@@ -80,7 +80,7 @@ class _OpenedAt:
 
 
 def _metadata(bucket: Bucket) -> list[dict]:
-    """Return the fields of SGLang's FlattenedTensorMetadata; SGLang's unpickler accepts only plain objects."""
+    """Return the fields of SGLang's FlattenedTensorMetadata as dicts, because SGLang's unpickler accepts only plain objects."""
     return [
         {
             "name": entry.name,

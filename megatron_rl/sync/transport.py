@@ -1,7 +1,7 @@
 """Interface of a weight transport, which carries buckets to the engines.
 
-Built-in transports are in `TRANSPORTS` of megatron_rl/sync/transports.py. The checks need a class's attributes before torch is
-imported, so built-in transports import torch in their methods.
+`TRANSPORTS` of megatron_rl/sync/transports.py lists the built-in transports. They import torch only in their methods, because
+the checks of a config read the classes' attributes before torch is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """A flat uint8 buffer and the tensors in it, without gaps and each aligned to its elements."""
+    """A flat uint8 buffer and the tensors in it. There are no gaps between tensors, and each is aligned to its element size."""
 
     buffer: Tensor
     entries: list[Entry] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Bucket:
 
     @property
     def data(self) -> Tensor:
-        """Used part of the buffer, [used] uint8."""
+        """The part of the buffer in use, [used] uint8."""
         return self.buffer[: self.used]
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy a tensor into the bucket, cast to `dtype`, and return the copy."""
+        """Copy a tensor into the bucket, cast to `dtype`. Returns the copy."""
         start, end = self.used, self.used + tensor.numel() * dtype.itemsize
         copy = self.buffer[start:end].view(dtype).view(tensor.shape)
         copy.copy_(tensor.detach())
@@ -74,10 +74,11 @@ def fill_buckets(
     buffer_of: Callable[[int], Tensor],
     seen: Callable[[str, Tensor], None],
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Yield (bucket, whether it is the last), of at most `capacity` bytes each unless a single group is larger.
+    """Yield (bucket, is_last). A bucket has at most `capacity` bytes, except if a single group is larger.
 
-    groups: lists of (name, tensor) that must travel together. dtype_of: returns the dtype to cast a tensor to. buffer_of:
-    returns a buffer of at least this many bytes that is free for use. seen: called with every tensor as stored in its bucket.
+    groups: lists of (name, tensor); the tensors of a group stay in one bucket. dtype_of: returns the dtype to cast a tensor to.
+    buffer_of: returns a free buffer of at least the given number of bytes. seen: called with the name and the bucket's copy of
+    every tensor.
     """
     bucket = None
     for group in groups:
@@ -100,24 +101,24 @@ def fill_buckets(
 
 
 class Transport(ABC):
-    """A way to carry buckets, used only on the sending rank. Order of calls: connect; per push begin, send..., finish.
+    """A way to send buckets, used only on the sending rank. Order of calls: connect, then for each push begin, send..., finish.
 
-    connect, begin and send run in a separate thread from the one that allocates and fills the buckets.
+    One thread calls connect, begin and send; another thread allocates and fills the buckets.
     """
 
     not_on_one_gpu: ClassVar[str] = ""
-    """Reason why the transport fails if trainer and engine processes share a GPU (rollout.colocate); '': it works."""
+    """Reason why the transport fails if trainer and engine processes share a GPU (rollout.colocate); '' if it works there."""
     shares_memory: ClassVar[bool] = False
     """True if the engine maps the bucket's GPU memory; torch must then allocate it without expandable segments."""
     needs_peer_access: ClassVar[bool] = False
-    """True if every GPU of an engine reads from the GPU of the trainer's first process, on the same machine."""
+    """True if every GPU of an engine reads from the GPU of the trainer's first process, which must be on the same machine."""
     needs_folder: ClassVar[bool] = False
     """True if the transport needs a folder that trainer and servers can access."""
     buffers_on_gpu: ClassVar[bool] = True
-    """True if a push's two buffers are on the GPU of the trainer's first process (without a GPU: in host memory)."""
+    """True if a push has two buffers on the GPU of the trainer's first process (without a GPU, in host memory)."""
 
     def __init__(self, engines: Engines, tensor_parallel: int, folder: Path | None = None):
-        """Prepare for servers of `tensor_parallel` ranks each, without connecting. folder: below the run's folder."""
+        """Prepare for servers of `tensor_parallel` ranks each, without connecting. folder: for files, in the run's folder."""
         import torch
 
         self.engines = engines
@@ -130,7 +131,7 @@ class Transport(ABC):
         """Set up resources that several pushes use."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return a buffer [nbytes] uint8 from which buckets can be sent."""
+        """Return a uint8 buffer [nbytes] from which the transport can send buckets."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device if self.buffers_on_gpu else "cpu")
@@ -141,13 +142,13 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, version: str | None) -> None:
-        """Make all engines load a bucket, and return when they have, because the buffer is then filled again.
+        """Make all engines load a bucket. Return when they have loaded it, because the caller then refills the buffer.
 
-        bucket: complete; no kernel still writes to it. version: given only with the last bucket of a push.
+        bucket: complete bucket; no GPU kernel still writes to it. version: given only with the last bucket of a push.
         """
 
     def finish(self, version: str) -> None:
-        """End a push: the engines serve `version` from now on."""
+        """End a push. From now on, the engines serve the weights `version`."""
         self.engines.call("/end_weight_update")
 
     def abort(self) -> None:
@@ -155,4 +156,4 @@ class Transport(ABC):
         self.engines.attempt("/end_weight_update")
 
     def close(self) -> None:
-        """Release the resources of connect."""
+        """Release the resources that `connect` set up."""

@@ -1,4 +1,4 @@
-"""The weight transports of `sync.transport`, with the attributes that checks need. This module imports nothing heavy."""
+"""The weight transports of `sync.transport`. This module loads nothing heavy, because checks use it before torch is loaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "tensor": TensorTransport,
     "disk": DiskTransport,
 }
-"""Built-in transports, in the order in which messages suggest them as alternatives."""
+"""Built-in transports by name, in the order in which error messages suggest them."""
 
 
 def transport_class(name: str) -> type[Transport]:
-    """Return the class that sync.transport names: built-in, or the user's own. Errors: UserError."""
+    """Return the transport class that sync.transport names: a built-in one, or the user's own. Errors: UserError."""
     found = resolve("weight transport", name, TRANSPORTS, "sync.transport")
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise UserError(
@@ -28,9 +28,10 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def instead(*, colocate: bool, shares_memory: bool = True, needs_peer_access: bool = True) -> str:
-    """Return the first built-in transport that meets the conditions.
+    """Return the name of the first built-in transport that meets the conditions.
 
-    colocate: the transport must work if trainer and engine share a GPU. shares_memory, needs_peer_access: allowed properties.
+    colocate: it must work if trainer and engine share a GPU. shares_memory, needs_peer_access: whether it may have this
+    property.
     """
     return next(
         name

@@ -1,12 +1,12 @@
-"""Push the trainer's weights to the rollout engines, and verify that they arrived.
+"""Pushes the trainer's weights to the rollout engines, and verifies that they arrived.
 
     sync = WeightSync(config.sync, addresses, rollout_dtype=config.precision.rollout, folder=config.run_dir / "sync")
     sync.push(export_hf_weights(chunks), version="17")     # on every trainer rank
 
-One push: the engine retracts its requests in flight and pauses. Buckets stream into its parameters, its prefix cache is
-flushed, and its checksums are compared with the trainer's. Only then does it continue. Retracted requests continue with the new
-weights, and their replies say which tokens came from which version. Two buckets are in use: while the engines load one, the
-trainer fills the other.
+In a push, the engine first stops its running requests and pauses. It loads bucket after bucket into its parameters and flushes
+its prefix cache. The trainer compares the engine's checksums with its own, and only then lets the engine continue. The stopped
+requests continue with the new weights, and their replies say which weight version sampled which tokens. The trainer has two
+buffers: it fills a bucket in one of them while the engines load the bucket in the other.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class WeightSync:
     ):
         """Prepare, without connecting.
 
-        folder: for transports that need one, shared by trainer and servers. group: the trainer's ranks (default: all).
-        stay_paused: other code tells the servers to continue after a push. key: key of the servers. If rollout_dtype is fp8,
-        matrices are sent in block FP8 with their scales. Without a GPU they are rounded to FP8, for an engine that serves bf16.
+        folder: folder that trainer and servers share, for transports that need one. group: the trainer's ranks (default: all).
+        stay_paused: the servers stay paused after a push, until other code tells them to continue. key: API key of the servers.
+        If rollout_dtype is fp8, weight matrices are sent in block FP8 with their scales. Without a GPU, they are only rounded
+        to FP8 values, for an engine that serves bf16.
         """
         self._transport_class = transport_class(config.transport)
         if self._transport_class.needs_folder and folder is None:
@@ -88,7 +89,7 @@ class WeightSync:
             self._as_served = partial(fp8.quantized, simulate=simulate)
             self.rollout_dtype = self.rollout_dtype if simulate else torch.float8_e4m3fn
         self.version: str | None = None
-        """Last version that was pushed and verified."""
+        """Version of the weights that were last pushed and verified; None after a failed push."""
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self._is_sender = self._ranks == 1 or dist.get_rank(group) == 0
         self._engines: Engines | None = None
@@ -98,30 +99,30 @@ class WeightSync:
         self._buffers: list[Tensor | None] = [None, None]
         self._expected: ExpectedChecksums | None = None
         self._paused: list[str] = []
-        """Servers that a failed push has left with incomplete weights."""
+        """Addresses of servers that stay paused because a failed push left them with incomplete weights."""
 
     # --- every rank -------------------------------------------------------------------------------------------------
 
     def connect(self, addresses: list[str] | None = None) -> None:
-        """Connect to the servers: cheap if the connection still holds, repeated if a server was restarted.
+        """Connect to the servers. This is cheap if the connection still holds. If a server was restarted, it connects again.
 
-        `push` does this by itself. addresses: current addresses of the servers, if they have moved.
+        `push` does this by itself. addresses: new addresses of the servers, if these have changed.
         """
         if addresses is not None:
             self.move(addresses)
         self._together(self._connect)
 
     def move(self, addresses: list[str]) -> None:
-        """Use other servers from now on; the next push reaches them. Every rank calls it, and no call waits."""
+        """Replace the servers' addresses. The next push goes to the new servers. Every rank calls this. It does not wait."""
         if list(addresses) != self.addresses:
             self._disconnect()
             self.addresses = list(addresses)
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
-        """Stream all weights to all servers and compare checksums. Collective: all ranks iterate, all get the result.
+        """Send all weights to all servers and compare checksums. Collective: all ranks iterate, and all get the result.
 
-        named_tensors: (Hugging Face name, full tensor) of every weight of the model; read on rank 0, only drained on other
-        ranks. Errors (on every rank): WeightSyncError that names the server or the tensors. After an error the servers sample
+        named_tensors: (Hugging Face name, full tensor) of every weight of the model. Rank 0 reads them, other ranks only
+        iterate. Errors (on every rank): WeightSyncError that names the server or the tensors. After an error the servers sample
         nothing until a push has reached them, or this object is closed.
         """
         if not self._is_sender:
@@ -130,7 +131,7 @@ class WeightSync:
         return self._together(lambda: self._push(named_tensors, str(version)))
 
     def verify(self) -> None:
-        """Compare versions and checksums with the last push.
+        """Check that the servers still have the version and checksums of the last push.
 
         Errors (on every rank): WeightSyncError that names the servers, or one server and its tensors.
         """
@@ -161,7 +162,7 @@ class WeightSync:
         self.close()
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, and return its result, or raise its error, on every rank."""
+        """Run `work` on rank 0. Every rank returns its result or raises its error."""
         result = [together(work if self._is_sender else None, self.group)]
         if self._ranks > 1:
             dist.broadcast_object_list(result, group_src=0, group=self.group)
@@ -186,7 +187,10 @@ class WeightSync:
         self._transport.connect()
 
     def _reconnect(self) -> None:
-        """Connect again if the connection no longer holds. Errors: WeightSyncError for a server that has been replaced."""
+        """Connect again if the connection no longer holds.
+
+        Errors: WeightSyncError if a server was replaced by a different one.
+        """
         if self._still_served():
             return
         if _layout(self._checksums()[0]) != _layout(self._parameters):
@@ -196,7 +200,7 @@ class WeightSync:
         _there(self._transport).connect()
 
     def _still_served(self) -> bool:
-        """Return whether the servers have the last push; a restarted server has another version."""
+        """Return whether all servers have the version that was pushed last. A restarted server has another version."""
         if self.version is None:
             return True
         try:
@@ -229,7 +233,7 @@ class WeightSync:
             )
 
     def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
-        """Return fingerprint, dtype and local shape of each parameter, per server and tensor-parallel rank."""
+        """Return each parameter's fingerprint, dtype and local shape, as [server][tensor-parallel rank]{name: parameter}."""
         servers: list[list[dict[str, EngineParameter]]] = []
         replies = _there(self._engines).call("/weights_checker", {"action": "checksum", "selector": "target"})
         for address, reply in zip(self.addresses, replies, strict=True):
@@ -284,7 +288,7 @@ class WeightSync:
         _there(self._transport).begin()
 
     def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
-        """Fill buckets in this thread and send them in another, in order; after an error no more buckets are sent."""
+        """Fill buckets in this thread, and send them in order in another thread. After an error, no more buckets are sent."""
         expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
         transport = _there(self._transport)
@@ -293,7 +297,7 @@ class WeightSync:
         calls = [sender.submit(self._open, version)]  # the first bucket is filled meanwhile
 
         def buffer_of(nbytes: int) -> Tensor:
-            """Return one of two buffers in turn, after the engines have loaded the bucket that it held before."""
+            """Return one of the two buffers in turn, after the engines have loaded the bucket that the buffer held before."""
             turn = sent["buckets"] % 2
             if sent["buckets"]:
                 calls[sent["buckets"] - 1].result()
@@ -339,7 +343,7 @@ class WeightSync:
                 )
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the engine's own dtype of a tensor; the engine may keep some tensors (routing biases) in fp32."""
+        """Return the dtype in which the engine holds a tensor. It may keep some tensors (routing biases) in fp32."""
         slot = self._slot_of(name)
         if slot is None:
             remedy = ": start it through tools/serve.py with this config" if name.endswith(PREDICTOR_WEIGHT) else ""
@@ -350,7 +354,7 @@ class WeightSync:
 
 
 def refuse_others(addresses: list[str], served: list[str | None], version: str) -> None:
-    """Raise WeightSyncError for a server whose weights belong to another run than `version`."""
+    """Raise WeightSyncError if a server has weights of a run other than the run of `version`."""
     for address, found in zip(addresses, served, strict=True):
         if owner_of(found) not in ("", owner_of(version)):
             raise WeightSyncError(

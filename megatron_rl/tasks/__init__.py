@@ -1,4 +1,4 @@
-"""Tasks, verifiers and the stream of prompts."""
+"""Tasks (prompts and rewards), verifiers (scores of responses), and the stream of training prompts."""
 
 from megatron_rl.tasks.chat import encode_text
 from megatron_rl.tasks.from_config import build_task

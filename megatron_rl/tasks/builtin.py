@@ -1,4 +1,4 @@
-"""Built-in tasks. The quickstart's task sorts 4 to 6 numbers from 0 to 19, up (`<6 15 3 12:`) or down (`>6 15 3 12:`)."""
+"""Built-in tasks. The quickstart's task is to sort 4 to 6 numbers from 0 to 19, up (`<6 15 3 12:`) or down (`>6 15 3 12:`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.tasks.verifiers import exact, number_list, read_numbers, zigzag
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class NumberSortingOptions:
-    """data.options of number_sorting and number_zigzag."""
+    """data.options of the tasks number_sorting and number_zigzag."""
 
     min_numbers: Annotated[int, Field(ge=2)] = 4
     max_numbers: Annotated[int, Field(ge=2)] = 6
@@ -32,9 +32,10 @@ class NumberSortingOptions:
     size: Annotated[int, Field(ge=1)] = 20_000
     """Number of different training prompts."""
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the demonstrations in which two neighbors are swapped, for a warm start that RL can improve."""
+    """Share of the demonstrations in which two neighbors are swapped. They give a warm start that RL can improve."""
     times: Annotated[int, Field(ge=1)] = 1
-    """Number of times that the list has to be written, for long answers in which every token matters."""
+    """Number of times that the answer contains the sorted list. A larger number makes longer answers, in which every token
+    matters."""
 
     def __post_init__(self):
         if self.min_numbers > self.max_numbers or self.min_value >= self.max_value:
@@ -42,7 +43,7 @@ class NumberSortingOptions:
 
 
 class NumberSorting(Task):
-    """The task of sorting numbers."""
+    """Task of sorting numbers."""
 
     name = "number_sorting"
     parts = ("correct", "answered")
@@ -93,7 +94,7 @@ class NumberSorting(Task):
 
 
 def _integer(text: str) -> int:
-    """Parse a number of reasoning-gym, which writes '6.0' (and '-0.0') for integers."""
+    """Parse an integer of reasoning-gym, which writes it as '6.0' (or '-0.0')."""
     return int(float(text))
 
 
@@ -115,10 +116,11 @@ def _dataset(options: NumberSortingOptions) -> Sequence[dict]:
 
 @contextlib.contextmanager
 def _without_package_imports(*packages: str) -> Iterator[None]:
-    """Import a submodule without running `__init__` of its packages.
+    """In this context, import submodules of the packages without running the packages' `__init__`.
 
-    reasoning_gym's `__init__` imports all 106 tasks with matplotlib and sympy, which takes 3.6 s on every rank; this submodule
-    takes 0.3 s. Its modules are removed from sys.modules afterwards, so that a later `import reasoning_gym` works as usual.
+    reasoning_gym's `__init__` imports all 106 tasks with matplotlib and sympy, which takes 3.6 s on every rank. The needed
+    submodule alone takes 0.3 s. The package's modules are removed from sys.modules afterwards, so that a later `import
+    reasoning_gym` works as usual.
     """
     root = packages[0]
     if root in sys.modules:
@@ -144,7 +146,7 @@ def _without_package_imports(*packages: str) -> Iterator[None]:
 
 
 class NumberZigzag(NumberSorting):
-    """The zigzag task, with the options of number_sorting."""
+    """Task of ordering numbers so that they alternately rise and fall. It has the options of number_sorting."""
 
     name = "number_zigzag"
     verifier = "zigzag"
@@ -171,7 +173,7 @@ class NumberZigzag(NumberSorting):
         return Prompt(f"{self.name}:{self.seed}:{number}", text, text)
 
     def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:
-        """Return a right answer: the smaller half at the low places and the larger half at the high places, in random order."""
+        """Return a right answer: the smaller half of the numbers in the valleys and the larger half in the peaks, shuffled."""
         numbers = sorted(map(int, prompt.text[1:-1].split()))
         upwards = prompt.text[0] == "<"
         valleys = (len(numbers) + upwards) // 2
@@ -186,7 +188,7 @@ class NumberZigzag(NumberSorting):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SumsOptions:
-    """data.options of sums."""
+    """data.options of the task sums."""
 
     terms: Annotated[int, Field(ge=2)] = 3
     digits: Annotated[int, Field(ge=1, le=9)] = 3
@@ -198,7 +200,7 @@ class SumsOptions:
 
 
 class Sums(Task):
-    """The task of adding numbers, for example `374+85+412=` with the answer `871`."""
+    """Task of adding numbers, for example `374+85+412=` with the answer `871`."""
 
     name = "sums"
     verifier = "exact"

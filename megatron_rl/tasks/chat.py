@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, checks of what a template leaves out, and the token that ends a turn."""
+"""Chat templates: rendering conversations, checking that a template shows everything, and finding the token that ends turns."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACE = "\u2e28{}\u2e29"
-"""Placeholder for a content while a template is rendered, with characters that no template contains."""
+"""Marker that stands for a message's content while a template is rendered. No template contains its characters."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, *, tools: Any = None, **options: Any
 ) -> str:
-    """Render a conversation with the tokenizer's chat template. what: name of the conversation in messages.
+    """Render a conversation with the tokenizer's chat template. what: name of the conversation in error messages.
 
-    options: arguments of apply_chat_template. Errors: UserError with the template's own message if it raises. A template is a
-    program of the model's author and may raise any exception.
+    options: arguments of apply_chat_template. Errors: UserError if the template raises an exception, with the exception's
+    message. A template is a program of the model's author and may raise any exception.
     """
     try:
         plain = [dict(message) for message in messages]
@@ -36,10 +36,10 @@ def render(
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, *, tools: Any = None) -> str:
-    """Render a conversation up to the beginning of the model's reply, and check that nothing is left out.
+    """Render a conversation up to the start of the model's reply, and check that the template leaves nothing out.
 
-    Errors: UserError if the template raises, if it changes or drops the content of a message, if it does not show the tools,
-    or if it does not add the beginning of a reply.
+    Errors: UserError if the template raises, if it changes or drops the content of a message, if it does not show the tools, or
+    if it does not add the start of a reply.
     """
     text = render(tokenizer, messages, what, tools=tools, add_generation_prompt=True)
     check_shown(text, messages, what)
@@ -55,7 +55,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: 
 def check_shown(text: str, messages: Messages, what: str) -> None:
     """Raise UserError if the rendered text does not contain the content of a message unchanged.
 
-    A template may drop blanks around a content and earlier thinking of the assistant. Some templates show contents as JSON.
+    A template may drop blanks around the content, and the assistant's thinking in earlier turns. Some templates show the
+    content as JSON.
     """
     for number, message in enumerate(messages, 1):
         content = message.get("content")
@@ -78,7 +79,7 @@ def check_shown(text: str, messages: Messages, what: str) -> None:
 
 
 def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> None:
-    """Raise UserError if replies begin with a header that add_generation_prompt does not add."""
+    """Raise UserError if replies start with a header that the template does not add with add_generation_prompt."""
     try:
         closed, asked = (
             render(tokenizer, [_ASKED], what, add_generation_prompt=adds).partition(_ASKED["content"])[2]
@@ -97,16 +98,16 @@ def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> No
 
 
 def end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the end-of-sequence token as [1], or [] if the tokenizer has none."""
+    """Return the end-of-sequence token as a list of one token id, or [] if the tokenizer has none."""
     end: Any = tokenizer.eos_token_id
     return [] if end is None else [end]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token [1] that ends an assistant's turn in the template, found by rendering a turn.
+    """Return the token that ends an assistant's turn, as a list of one token id. It is found by rendering a turn.
 
-    It is the first special token after the assistant's content. Without such a token or without a template, it is the
-    end-of-sequence token.
+    The token is the first special token after the assistant's content. Without such a token or without a template, it is the
+    end-of-sequence token, or the list is empty if there is none.
     """
     if tokenizer.chat_template:
         try:
@@ -127,7 +128,7 @@ _REPLY = {"role": "assistant", "content": PLACE.format("reply")}
 
 
 def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the template's text between question and answer, and after the answer. Errors: UserError if one is missing."""
+    """Return the text that the template adds between question and answer, and after the answer. Errors: UserError."""
     text = render(tokenizer, [_ASKED, _REPLY], "a reply", add_generation_prompt=False)
     check_shown(text, [_ASKED, _REPLY], "a reply")
     before, _, behind = text.partition(_REPLY["content"])
@@ -139,17 +140,17 @@ def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 NO_TEXT = -1
-"""Number of bytes of a token without text, such as the end-of-sequence token."""
+"""Stands for the number of bytes of a token without text, such as the end-of-sequence token."""
 
 
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, end: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Encode a demonstration, or a text to learn, as tokens [n], and return the number of text bytes [n] of each token.
+    """Encode a demonstration or a text to learn. Returns its tokens [n], and the number of text bytes [n] of each token.
 
-    end: closing tokens. By default it is the token that ends a turn in the chat template, or the end-of-sequence token without
-    a template. If the tokenizer does not report offsets (it has no `fast` form), all numbers of bytes are NO_TEXT. Errors:
-    ValueError for half a surrogate pair.
+    end: tokens to append. By default, the token that ends a turn in the chat template, or the end-of-sequence token without a
+    template. If the tokenizer does not report character offsets (it is not a "fast" tokenizer), all numbers of bytes are
+    NO_TEXT. Errors: ValueError for half a surrogate pair.
     """
     check_text(text)
     last = end_of_turn(tokenizer) if end is None else list(end)
@@ -178,10 +179,10 @@ def check_text(value: Any) -> None:
 
 
 def bytes_of(text: str, spans: list[tuple[int, int]]) -> list[int]:
-    """Return the number of UTF-8 bytes of text for each token. The numbers sum to the bytes of the text.
+    """Return the number of UTF-8 bytes of `text` that each token covers. The numbers sum to the bytes of the text.
 
-    spans: first character and end of each token. If several tokens form a character, it counts at the last of them. Text
-    between two tokens, such as blanks that a tokenizer drops, counts at the later token.
+    spans: (first character, end) of each token. If several tokens form one character, the last of them gets its bytes. Text
+    between two tokens, such as blanks that a tokenizer drops, belongs to the later token.
     """
     if not spans:
         return []

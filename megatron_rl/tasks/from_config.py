@@ -1,4 +1,4 @@
-"""Construction of a task from the config section `data`."""
+"""Builds a task from the config section `data`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREFERENCES: dict[type[Task], type[Task]] = {FileTask: FilePreferences, HubTask:
 
 
 def check_data(data: DataConfig) -> None:
-    """Check the section as far as possible before anything is imported or read.
+    """Check the config section `data` as far as possible before the task's code is imported or data is read.
 
     Errors: UserError for a template without {prompt}, and for a missing file, task, verifier or `prepare` function.
     """
@@ -75,12 +75,12 @@ def build_task(
 ) -> Task:
     """Build the task that `data` describes, with resolved reward weights.
 
-    demonstrations: for SFT. preferences: for training on comparisons. held_out: read only data.eval_path, if the task has
-    rows. more_parts: reward parts that other components give, not the task. later_parts: parts that are computed when all
-    responses are complete (`Task.later_parts`).
+    demonstrations: for SFT. preferences: for training on comparisons. held_out: read only data.eval_path, if the task has rows.
+    more_parts: names of reward parts that other components compute, not the task. later_parts: names of parts that are computed
+    when all responses are complete (`Task.later_parts`).
 
-    Errors: UserError for a misspelled name, for missing data, for a task without the preferences that are needed, or for a
-    verifier or reward part that does not fit.
+    Errors: UserError for a misspelled name, for missing data, for a task that lacks required preferences, or for a verifier or
+    reward part that does not fit the task.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")

@@ -1,4 +1,4 @@
-"""Messages in the form of the OpenAI API, from data files and agents: validation, and calls in one form."""
+"""Parses and validates messages in the OpenAI API's format, from data files and agents, and brings tool calls into one form."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def decode(text: str, at: int = 0) -> tuple[Any, int]:
-    """Decode the value that begins at a place of a text. Return the value and the place after it and the blanks behind it.
+    """Decode the JSON value at index `at` of a text. Returns (value, index of the next text after the value and blanks).
 
-    Errors: ValueError for invalid JSON: NaN and Infinity, numbers beyond fp64 (1e999), objects with a repeated key, and nests
-    that are too deep.
+    Errors: ValueError for invalid JSON. This includes NaN and Infinity, numbers beyond fp64 (1e999), objects with a repeated
+    key, and too deep nesting.
     """
     try:
         value, end = _DECODER.raw_decode(text, _behind_blanks(text, at))
@@ -68,42 +68,43 @@ def loads(text: str) -> Any:
 
 
 Message = dict[str, Any]
-"""A message: role, content (text), and optionally tool_calls (of an assistant), reasoning_content (its thinking), weight: 0 (if
-it does not count), name (of a tool, if it is known)."""
+"""A message: role, content (text), and optionally tool_calls (of an assistant), reasoning_content (the assistant's thinking),
+weight: 0 (if the message is not trained on), name (of the tool that a result comes from, if known)."""
 Schema = dict[str, Any]
-"""A tool for chat templates and the OpenAI API: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+"""Description of a tool, for chat templates and the OpenAI API: `{"type": "function", "function": {"name": ..., "parameters":
+...}}`."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field for an assistant's thinking before its answer, in published files."""
+"""Field names that published data files use for an assistant's thinking before the answer."""
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
-"""{other name of a role: role}."""
+"""{other name of a role: name used here}."""
 HEEDED = {
     "system": frozenset({"role", "content"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
     "assistant": frozenset({"role", "content", "tool_calls", "function_call", "weight", *THOUGHTS}),
 }
-"""Fields of a message that are used, by role. For roles that are not listed, the fields of `system` are used."""
+"""Message fields that are used, by role. A role that is not listed has the fields of `system`."""
 
 
 class Struct(dict):
-    """A nested value of a table (parquet, a data set). The table fills fields that only other rows have with null."""
+    """A nested value of a table (parquet, a data set). A field that the row lacks and other rows have is null in the table."""
 
 
 def structs(value: Any) -> Any:
-    """Mark the nested values in a value of a table as `Struct`."""
+    """Return a table's value with all nested values converted to `Struct`."""
     if isinstance(value, Mapping):
         return Struct((key, structs(one)) for key, one in value.items())
     return [structs(one) for one in value] if isinstance(value, list) else value
 
 
 def written(value: Any, keep: frozenset[str] = frozenset()) -> Any:
-    """Return a value without the nulls that a table added. keep: names of fields whose null the author may have written."""
+    """Return a value without the nulls that a table has added. keep: fields whose null may come from the author of the data."""
     if isinstance(value, Struct):
         return {key: written(one) for key, one in value.items() if one is not None or key in keep}
     return [written(one) for one in value] if isinstance(value, list) else value
 
 
 def parse_schemas(value: Any) -> list[Schema]:
-    """Parse the schemas of a row's tools. value: a list of schemas, a list of JSON texts, or JSON. Errors: ValueError."""
+    """Parse the tool schemas of a row. value: a list of schemas, a list of JSON texts, or one JSON text. Errors: ValueError."""
     found, schemas = [], _json(value, "a list of schemas")
     if not isinstance(schemas, list):
         raise ValueError("it is not a list of schemas")
@@ -128,9 +129,10 @@ def _json(value: Any, what: str) -> Any:
 
 
 def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of an element of `tool_calls`. Errors: ValueError with the problem.
+    """Return (name, arguments) of an element of `tool_calls`. Errors: ValueError with the problem.
 
-    schemas: schemas of the tools. A null of a table is kept as an argument if its tool requires the argument and takes null.
+    schemas: schemas of the tools. If the call comes from a table, null is kept as the value of an argument only if the tool
+    requires this argument and accepts null.
     """
     try:
         name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
@@ -165,10 +167,10 @@ def _takes_null(schema: Any) -> bool:
 
 
 def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Schema] = ()) -> list[Message]:
-    """Parse messages, keeping the fields that are used. Errors: ValueError with the problem of the first invalid message.
+    """Parse messages and keep the fields that are used. Errors: ValueError with the problem of the first invalid message.
 
-    strict: raise an error if a field of a message would be lost, unless it is empty. Otherwise unused fields and thoughts are
-    ignored, as in requests from clients of the API. schemas: schemas of the tools, as in `parse_call`.
+    strict: raise an error if a non-empty field of a message would be lost. Otherwise unused fields and the assistant's thinking
+    are ignored, as is right for requests from API clients. schemas: schemas of the tools, as in `parse_call`.
     """
     if not isinstance(messages, list):
         raise ValueError("it must be a list of messages")
@@ -201,7 +203,7 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
 
 
 def _more(message: Message, role: str) -> Message:
-    """Return thoughts and weight of a message. Errors: ValueError for a field that would be lost."""
+    """Return a message's reasoning_content and its weight if it is 0. Errors: ValueError for a field that would be lost."""
     heeded = HEEDED.get(role, HEEDED["system"])
     if lost := [key for key in message if key not in heeded]:
         raise ValueError(f"a message of role {role} has '{lost[0]}', which the model would not be shown; leave it out")
@@ -219,14 +221,14 @@ def _more(message: Message, role: str) -> Message:
 
 
 def _absent(value: Any) -> bool:
-    """Return True for an empty field: tables and the API's own objects have null in unused fields."""
+    """Return True for an empty field. Tables and the API's own objects write null into unused fields."""
     if isinstance(value, Mapping):
         return all(map(_absent, value.values()))
     return value is None or (isinstance(value, str | list) and not value)
 
 
 def _joined(parts: list[Any], role: str) -> str:
-    """Join a content in parts to a text. Errors: ValueError for a part that is not text."""
+    """Join the parts of a message's content into one text. Errors: ValueError for a part that is not text."""
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -237,9 +239,9 @@ def _joined(parts: list[Any], role: str) -> str:
 
 
 def _answering(message: Mapping[str, Any], asked: list[tuple[Any, str]]) -> str | None:
-    """Return the name of the tool whose result a message is: by the id of the call, else by the order of the calls.
+    """Return the name of the tool that gave a result: found by the id of the call, else by the order of the calls.
 
-    asked: ids and names of the calls without a result so far. The call with this result is removed from it.
+    asked: (id, name) of each call without a result so far. The call that this result answers is removed from the list.
     """
     wanted = message.get("tool_call_id")
     for place, (number, name) in enumerate(asked):

@@ -1,7 +1,7 @@
-"""Task for environments behind an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), data.task: openenv.
+"""Task whose environments run behind an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), data.task: openenv.
 
-The server can be any server in any container. The task uses its WebSocket (/ws: reset and step), with one session per
-conversation. No package of OpenEnv is needed here.
+The server can run anywhere, for example in a container. The task uses the server's WebSocket (/ws: reset and step), with one
+session per conversation. It needs no OpenEnv package.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 HELD_OUT_SIZE = 1000
 PAUSE_S = 1.0
-"""Pause in seconds before another request for a first observation."""
+"""Seconds to wait before the first observation is requested again."""
 MOST_BYTES = 16 * 2**20
-"""Largest size of an answer in bytes, pictures included. Reading a larger answer would block all conversations."""
+"""Largest size in bytes of an answer, including images. Reading a larger answer would block all conversations."""
 MOST_UNREAD = 64
-"""Largest number of messages that were not requested and not read; then the server has to wait."""
+"""Largest number of received messages that wait to be read. If there are more, the server has to wait."""
 _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Codes of errors that are caused by an action of the model."""
+"""Codes of the errors that the model's action causes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Answer of a server to reset or step."""
+    """A server's answer to reset or step."""
 
     observation: dict[str, Any]
     reward: float
@@ -51,7 +51,7 @@ class Result:
 
 
 class Server:
-    """An OpenEnv server. At most `sessions` sessions are open at once; more sessions wait."""
+    """An OpenEnv server. At most `sessions` sessions are open at once; further callers wait."""
 
     def __init__(
         self, url: str, *, sessions: int, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})
@@ -64,7 +64,10 @@ class Server:
 
     @asynccontextmanager
     async def session(self, waiting: Waiting = nullcontext) -> AsyncIterator[Session]:
-        """Open an environment for the duration of the context. waiting: context of the wait for a slot. Errors: ToolLost."""
+        """Open an environment for the duration of the context. waiting: context entered during the wait for a slot.
+
+        Errors: ToolLost.
+        """
         free = self._open.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.sessions))
         with waiting():
             await free.acquire()
@@ -98,7 +101,7 @@ class Server:
 
 
 class Session:
-    """One environment of a server."""
+    """A session with one environment of a server."""
 
     def __init__(self, server: Server, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._server, self._socket = server, socket
@@ -106,7 +109,7 @@ class Session:
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Read messages all the time, which also answers pings: a server ends a session that does not answer pings."""
+        """Read messages continuously. Reading also answers pings, without which a server ends the session."""
         while True:
             message = await self._socket.receive()
             await self._answers.put(message)
@@ -114,7 +117,7 @@ class Session:
                 return
 
     async def reset(self, arguments: Mapping[str, Any]) -> Result:
-        """Begin an episode. Errors: ToolLost; UserError if the environment does not accept the arguments."""
+        """Start an episode. Errors: ToolLost; UserError if the environment does not accept the arguments."""
         try:
             return await self._ask("reset", arguments)
         except ToolError as error:
@@ -163,7 +166,7 @@ def _details(errors: Any) -> str:
 def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the model's answer to an action: a JSON object, or the value of the only required field.
 
-    Errors: ToolError if it is neither.
+    Errors: ToolError if the answer is neither.
     """
     body = text.strip()
     if body.startswith("```") and body.endswith("```"):
@@ -181,11 +184,11 @@ def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OpenEnv(Task):
-    """Episodes of an OpenEnv server. The first observation is the prompt, each answer is an action, rewards are summed.
+    """Task: episodes on an OpenEnv server. The first observation is the prompt, answers are actions, and rewards are summed.
 
-    data.options: `url`; `headers` (of requests, for example a key); `size` (number of training episodes, each with its own seed
-    of reset); `reset` (more arguments of reset); `observation` (the field that is shown; by default the only text field, or all
-    fields as JSON); `sessions`; `timeout_s`.
+    data.options: `url`; `headers` (of requests, for example with a key); `size` (number of training episodes, each with its own
+    seed for reset); `reset` (more arguments of reset); `observation` (the observation's field that the policy sees; by default
+    the only text field, or all fields as JSON); `sessions`; `timeout_s`.
     """
 
     parts = ("reward",)
@@ -211,18 +214,18 @@ class OpenEnv(Task):
 
     @override
     def prompts(self, split: Split) -> Episodes:
-        """Return the episodes of a split. Held-out episodes have seeds from 0, training episodes the seeds after these."""
+        """Return the episodes of a split. Held-out episodes have the seeds from 0 on, training episodes the following seeds."""
         held_out = range(min(self.size, HELD_OUT_SIZE))
         return Episodes(self, held_out if split == "eval" else range(len(held_out), len(held_out) + self.size))
 
     def prompt(self, seed: int) -> Prompt:
-        """Return the prompt of the episode with a seed. Errors: UserError if the server does not answer."""
+        """Return the prompt of the episode with this seed. Errors: UserError if the server does not answer."""
         text = self.data.template.replace("{prompt}", self.text(_now(self._first(seed)).observation))
         messages = [{"role": "user", "content": text}] if self.data.chat else None
         return Prompt(f"openenv:{seed}", text, None, None, messages, {"seed": seed})
 
     async def _first(self, seed: int) -> Result:
-        """Return the first result of an episode. A server that is full or restarting is asked again. Errors: ToolLost."""
+        """Return the first result of an episode. If the server is full or restarting, it is asked again. Errors: ToolLost."""
         deadline = asyncio.get_running_loop().time() + self.server.timeout_s
         while True:
             try:
@@ -234,7 +237,7 @@ class OpenEnv(Task):
                 await asyncio.sleep(PAUSE_S)
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as the policy sees it. Errors: ToolLost if data.options.observation is not among its fields."""
+        """Return an observation as text for the policy. Errors: ToolLost if it has no field data.options.observation."""
         if self.shown is not None:
             if self.shown not in observation:
                 raise ToolLost(
@@ -250,7 +253,7 @@ class OpenEnv(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Return the rewards of the first steps: under rollout.program: single_turn, an episode is one action."""
+        """Return the rewards of each first step. Under rollout.program: single_turn, an episode is one action."""
 
         async def one(prompt: Prompt, text: str) -> Parts:
             async with self.server.session() as session:
@@ -273,7 +276,7 @@ def _headers(given: Any) -> dict[str, str]:
 
 
 class Episodes(Sequence[Prompt]):
-    """Prompts of seeds, requested from the server at first use, and cached."""
+    """Prompts of episodes with different seeds. Each prompt is requested from the server at its first use, and cached."""
 
     def __init__(self, task: OpenEnv, seeds: range) -> None:
         self._task, self._seeds = task, seeds
@@ -299,7 +302,7 @@ class Episodes(Sequence[Prompt]):
 
 @dataclass
 class Episode(Environment):
-    """A conversation with one environment of the server: a final answer is an action, and calls go to the tools."""
+    """A conversation with one environment of the server. The policy's final answers are actions; tool calls go to the tools."""
 
     task: OpenEnv = None  # type: ignore[assignment]  # the fields of Environment have defaults
     prompt: Prompt = None  # type: ignore[assignment]
@@ -321,7 +324,7 @@ class Episode(Environment):
         return None if result.done else [{"role": "user", "content": self.task.text(result.observation)}]
 
     async def _begin(self) -> None:
-        """Open the session and check its first observation. Errors: ToolLost if it differs from the prompt's observation."""
+        """Open the session and start the episode. Errors: ToolLost if the first observation differs from the prompt."""
         self._context = self.task.server.session(self.waiting)
         self._session = await self._context.__aenter__()
         result = await self._session.reset({"seed": self.prompt.metadata["seed"]} | self.task.reset)
@@ -346,7 +349,7 @@ class Episode(Environment):
 
 
 def _now[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine outside of an event loop. Errors: UserError if the server fails."""
+    """Run a coroutine to its end from code without an event loop. Errors: UserError if the server fails."""
     try:
         return asyncio.run(work)
     except ToolLost as error:

@@ -1,4 +1,4 @@
-"""Preferences from data: rows with a pair, a list, a score, a label, or steps."""
+"""Preferences read from rows of data: pairs, lists, scores, labels, or scored steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
     "point": ("score_key",),
     "label": ("label_key",),
 }
-"""Keys of the columns that identify each kind. A row has the first kind of which it has a column."""
+"""Config keys of the columns that identify each kind. If a row has columns of several kinds, the first kind counts."""
 BESIDES: dict[Kind, tuple[str, ...]] = {
     "pair": (),
     "list": (),
@@ -32,15 +32,15 @@ BESIDES: dict[Kind, tuple[str, ...]] = {
     "point": ("response_key",),
     "label": ("response_key",),
 }
-"""Keys of the columns that each kind needs in addition to `COLUMNS` and the prompt."""
+"""Config keys of the columns that each kind needs in addition to `COLUMNS` and the prompt."""
 
 
 class PreferenceRows(RowTask):
-    """A task whose rows have a prompt and a preference, all of one kind. Rows need no answer."""
+    """A task whose rows hold a prompt and a preference. All rows are of one kind, and need no answer."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         self._first: tuple[Kind, str] | None = None
-        """Kind and place of the first row with a preference."""
+        """Kind and location of the first row with a preference."""
         super().__init__(data, demonstrations)
 
     @override
@@ -76,14 +76,14 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """Return the kind by the columns with a value, because a data set has all columns in each row."""
+        """Return the kind of a row. Only columns with a value count, because in a data set every row has all columns."""
         for kind, keys in COLUMNS.items():
             if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
                 return kind
         return None
 
     def _meant(self, row: dict[str, Any]) -> Kind | None:
-        """Return the kind of a row whose column is misspelled or has no value."""
+        """Return the kind that a row probably has, if its column is misspelled or has no value."""
         others = row.keys() - self._columns("prompt_key", "response_key", "answer_key")
         for kind, keys in COLUMNS.items():
             if any(get_close_matches(name, others) for name in self._columns(*keys)):
@@ -153,7 +153,7 @@ class PreferenceRows(RowTask):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _conversations(self, row: dict[str, Any]) -> list[list[Message]]:
-        """Return both sides of a pair if they are whole conversations, which include their prompt; else an empty list."""
+        """Return the chosen and rejected side of a pair if they are whole conversations that include the prompt, else []."""
         names = self._columns(*COLUMNS["pair"])
         if not all(isinstance(side := get(row, name), list) and side for name in names):
             return []
@@ -163,7 +163,7 @@ class PreferenceRows(RowTask):
         return talks if whole or (asked and get(row, self.data.prompt_key) in (MISSING, None)) else []
 
     def _response(self, row: dict[str, Any], value: Any, name: str) -> Response:
-        """Return a response. A conversation of one plain message becomes its text, which every rollout program accepts."""
+        """Return a response. A conversation of one plain message is returned as text, which every rollout program accepts."""
         if isinstance(value, list):
             value = messages_of(value, name, self._tools(row))
             if value and value[0]["role"] != "assistant":
@@ -205,9 +205,9 @@ def _number(value: Any, name: str) -> float:
 
 
 def _parted(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[list[Message]]:
-    """Split two conversations into their prompt and both replies, after the last message of the user that they share.
+    """Split two conversations into their shared prompt and both replies. The prompt ends at the last shared user message.
 
-    Errors: ValueError if they share no such message.
+    Errors: ValueError if they share no user message.
     """
     end = 0
     for place, (one, other) in enumerate(zip(chosen, rejected, strict=False), 1):

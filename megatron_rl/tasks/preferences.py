@@ -1,4 +1,4 @@
-"""Preferences over responses to one prompt: which response is better, how good each response is, which steps are right."""
+"""Preferences over responses to one prompt: which response is better, how good each one is, or which of its steps are right."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
     from megatron_rl.data.sequence import Sequence as Tokens
 
 Kind = Literal["pair", "list", "steps", "point", "label"]
-"""pair: a chosen and a rejected response. list: several responses with scores or in an order. steps: one response with a score
-for each step. point: one response with a score. label: one response that is right or wrong."""
+"""pair: a chosen and a rejected response. list: several responses with scores, or in an order. steps: one response whose steps
+have scores. point: one response with a score. label: one response that is right or wrong."""
 Response = str | list[dict[str, Any]]
 """A text, or the messages of a conversation (roles assistant and tool)."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a response, with its score."""
+    """One step of a response and its score."""
 
     text: str
-    """Text of the step as the model writes it, with the separator after it."""
+    """Text of the step as the model writes it, including the separator at its end."""
     score: float
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A response to a prompt, with its score."""
+    """A response to a prompt and its score."""
 
     response: Response
     score: float
-    """Higher is better. pair: 1 (chosen) and 0 (rejected). list in an order: minus the place, from -1 on. label: 1 or 0. steps:
-    the lowest score of a step."""
+    """Score; higher is better. pair: 1 (chosen) and 0 (rejected). list in an order: -1 for the first response, -2 for the
+    second, and so on. label: 1 or 0. steps: the lowest score of a step."""
     steps: tuple[Step, ...] | None = None
-    """The steps of the whole response, if each step has a score."""
+    """The steps that make up the response, if each step has a score."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Responses to one prompt that are compared, or a single response with a score."""
+    """Responses to one prompt with scores to compare, or a single response with a score."""
 
     kind: Kind
     judged: tuple[Judged, ...]
     """The responses with their scores; the chosen response of a pair comes first."""
     margin: float | None = None
-    """Margin by which the chosen response of a pair is better, if it is known."""
+    """Margin by which the chosen response of a pair is better, if the data has it."""
 
     def __post_init__(self) -> None:
-        """Validate the preference; tasks may build their own. Errors: UserError if it does not fit its kind."""
+        """Validate the preference, because a task may build its own. Errors: UserError if it does not fit its kind."""
         if self.kind not in get_args(Kind):
             raise UserError(
                 f"data.task: there is no kind of preference '{self.kind}'{nearest(self.kind, get_args(Kind))}"
@@ -88,7 +88,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Responses to one prompt as token sequences, with their scores."""
+    """Responses to one prompt as token sequences, with their scores: a `Preference` after tokenization."""
 
     prompt_id: str
     kind: Kind
@@ -97,11 +97,12 @@ class Comparison:
     scores: list[float]
     """Score of each response, as in `Judged`."""
     margin: float | None = None
-    """Margin by which the chosen response of a pair is better, if it is known."""
+    """Margin by which the chosen response of a pair is better, if the data has it."""
     step_ends: list[list[int]] = field(default_factory=list)
-    """Positions of the last tokens of each response's steps, counted from its first token; empty without steps."""
+    """For each response, the positions of the last token of each step, counted from the response's first token; empty without
+    steps."""
     step_labels: list[list[float]] = field(default_factory=list)
-    """Scores of the steps of each response."""
+    """For each response, the scores of its steps."""
 
     @classmethod
     def of(
@@ -111,7 +112,10 @@ class Comparison:
         whole: Callable[[Response], Tokens],
         stepwise: Callable[[tuple[Step, ...]], tuple[Tokens, list[int]]],
     ) -> Comparison:
-        """Build a comparison from a preference. whole: encodes a response. stepwise: encodes steps and returns their ends."""
+        """Tokenize a preference. whole: encodes a response.
+
+        stepwise: encodes steps and returns the positions where they end.
+        """
         found = [stepwise(j.steps) if j.steps else (whole(j.response), []) for j in preference.judged]
         return cls(
             prompt_id,
@@ -124,7 +128,7 @@ class Comparison:
         )
 
     def problem(self, context_length: int) -> str:
-        """Return the reason why the comparison cannot be trained on, or ''."""
+        """Return the reason why the trainer cannot use the comparison, or ''."""
         longest = max(self.sequences, key=lambda one: len(one.tokens))
         if len(longest.tokens) > context_length:
             return (
@@ -149,11 +153,13 @@ class Comparison:
 
 
 def steps_of(text: str, separator: str, *, ended: bool = True) -> list[str]:
-    """Split a response into steps, each with the separator after it, as they are trained on (`data.steps_key`).
+    """Split a response into steps, each including the separator at its end, as in training data (`data.steps_key`).
 
-    A step is the text before a separator. Blank text belongs to the step before it, or to the first step. ended: True if the
-    policy ended the response itself. Then the text after the last separator is a step too and gets a separator, and a response
-    without a separator is one step. Otherwise the text after the last separator was cut off and is dropped.
+    A step is the text up to a separator. Blank text belongs to the step before it, or to the first step.
+
+    ended: True if the policy ended the response itself. In this case, the text after the last separator is a step too, and gets
+    a separator. A response without a separator is one step. If `ended` is False, the text after the last separator is an
+    incomplete step and is dropped.
     """
     *pieces, rest = text.split(separator)
     if ended and (rest.strip() or not pieces):
@@ -172,9 +178,9 @@ def steps_of(text: str, separator: str, *, ended: bool = True) -> list[str]:
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, steps: Iterable[str]) -> tuple[list[int], list[int]]:
-    """Return the tokens of a response in steps, and the position of the last token of each step.
+    """Return the tokens of a response that consists of steps, and the position of the last token of each step.
 
-    Each step is encoded separately, because a token of the whole text may cross a border.
+    Each step is encoded separately, because a token of the whole text might span two steps.
     """
     tokens: list[int] = []
     ends = []
@@ -191,9 +197,9 @@ def last_tokens(
     *,
     ended: bool = True,
 ) -> list[int]:
-    """Return the positions of the sampled tokens of a response at which its steps (`steps_of`) end.
+    """Return the positions, among the sampled tokens of a response, at which its steps (`steps_of`) end.
 
-    If the response ended by itself, the last step ends with its last token, the end token.
+    If the policy ended the response itself, the last step ends with the response's last token, the end token.
     """
     open_end = steps[:-1] if ended else steps
     if open_end:
@@ -204,7 +210,7 @@ def last_tokens(
 
 
 def _places(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Sequence[int], sign: str) -> list[int]:
-    """Return the positions of the tokens at which the text reaches `ends` characters. sign: last character of each part."""
+    """Return the positions of the tokens with which the text reaches `ends` characters. sign: last character of each step."""
 
     def text(some: Sequence[int]) -> str:
         return str(tokenizer.decode(list(some), skip_special_tokens=True))

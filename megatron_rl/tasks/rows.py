@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = tuple[str, dict[str, Any] | None, str]
-"""(place of the row, the row or None, problem of the row or '')."""
+"""A row that was read: (its location, the row or None, the problem with it or '')."""
 VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
 MISSING = object()
@@ -110,7 +110,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
 
 
 def _has_calls(columns: Any) -> bool:
-    """Return True for a table with calls or schemas of tools. In such a table, each call has the fields of all calls."""
+    """Return True for a table with tool calls or tool schemas. In such a table, every call has the fields of all calls."""
     return any(field in str(columns) for field in ("arguments", "parameters"))
 
 
@@ -119,17 +119,17 @@ def _marked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class RowTask(Task):
-    """Prompts from rows. The task skips rows that cannot be used, counts them, and names the first ones in the log.
+    """Task whose prompts come from rows of data. It skips unusable rows, counts them, and names the first ones in the log.
 
-    demonstrations: for SFT, each row needs one of three things: a prompt and data.response_key (no answer); a text alone, in
-    data.text_key; or sampled tokens, in data.tokens_key.
+    demonstrations: for SFT, each row needs one of three things: a prompt and a response in data.response_key (no answer); only
+    a text, in data.text_key; or sampled tokens, in data.tokens_key.
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
     generates = False
-    """True if the task generates rows without data.path."""
+    """True if the task generates rows when data.path is not set."""
     held_out_alone = False
-    """True if only the rows of data.eval_path are read."""
+    """True if only the held-out rows of data.eval_path are read."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
@@ -160,7 +160,7 @@ class RowTask(Task):
         raise NotImplementedError
 
     def _held_out_rows(self) -> Iterator[Row] | None:
-        """Return the held-out rows; None if held-out prompts have no source of their own."""
+        """Return the held-out rows; None if they have no source of their own."""
         raise NotImplementedError
 
     def _load(self) -> dict[Split, list[Prompt]]:
@@ -176,7 +176,7 @@ class RowTask(Task):
         return {"train": fresh, "eval": evaluation}
 
     def _check_asks_nothing(self, rows: str, others: str) -> None:
-        """Raise UserError if a setting of prompts is set but no row has a prompt. others: what rows with prompts have."""
+        """Raise UserError if a config key for prompts is set but no row has a prompt. others: columns of rows with prompts."""
         for key, given, plain in (
             ("chat", self.data.chat, "false"),
             ("template", self.data.template != DataConfig().template, "'{prompt}'"),
@@ -188,7 +188,7 @@ class RowTask(Task):
                 )
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
-        """Return the prompts of rows. Errors: UserError naming `source`, a key and a file if no row can be used."""
+        """Return the prompts of rows. Errors: UserError naming `source`, or a config key and a file, if no row is usable."""
         prompts, columns, skipped, where, first = [], set(), 0, "", ""
         missing: dict[str, str] = {}  # columns that rows lack, and their config keys
         for where, row, problem in rows:
@@ -229,7 +229,7 @@ class RowTask(Task):
         return prompts
 
     def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        """Return the row after data.prepare, or None to drop it. A subclass may raise ValueError."""
+        """Return the row converted by data.prepare; None if data.prepare drops it. A subclass may raise ValueError."""
         if self.prepare is None:
             return row
         try:
@@ -260,7 +260,7 @@ class RowTask(Task):
         return ["prompt_key", "response_key"]
 
     def _is_text(self, row: dict[str, Any]) -> bool:
-        """Return True if the row is a text to learn. A data set has all columns in each row, so a response may be None."""
+        """Return True if the row is a text to learn. In a data set, every row has all columns, so the response may be None."""
         text, response = (get(row, key) for key in (self.data.text_key, self.data.response_key))
         alone = self.demonstrations and self.data.text_key != self.data.prompt_key
         return alone and text is not MISSING and response in (MISSING, None)
@@ -318,7 +318,7 @@ class RowTask(Task):
             raise ValueError(f"'{name}': {error}") from None
 
     def _of_tokens(self, where: str, row: dict[str, Any], recorded: Recorded) -> Prompt:
-        """Build a prompt with recorded tokens. Equal prompts get equal texts, because the text decides about the split."""
+        """Build a prompt from recorded tokens. Equal prompts get equal texts, because the text decides about the split."""
         prompt = get(row, self.data.prompt_key)
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt if isinstance(prompt, list) else recorded.prompt.tolist())
@@ -335,7 +335,7 @@ class RowTask(Task):
 
     @staticmethod
     def _value(row: dict[str, Any], key: str, tools: Sequence[Schema] = ()) -> Any:
-        """Return row[key], with a list parsed as messages of a conversation. Errors: ValueError if it cannot be parsed.
+        """Return row[key]. A list is parsed as the messages of a conversation. Errors: ValueError if it cannot be parsed.
 
         tools: tools of the row. If the row has tools, the conversation may call no others.
         """
@@ -360,7 +360,7 @@ class RowTask(Task):
 
 
 class FileTask(RowTask):
-    """Rows of data.path, a .jsonl or .parquet file, with held-out rows from data.eval_path."""
+    """Task on rows of data.path, a .jsonl or .parquet file, with held-out rows from data.eval_path."""
 
     def _training_rows(self) -> Iterator[Row]:
         return read_file(self.path)
@@ -370,7 +370,7 @@ class FileTask(RowTask):
 
 
 class HubTask(RowTask):
-    """Rows of a Hugging Face data set. Options: subset, split, eval_split."""
+    """Task on rows of a Hugging Face data set. data.options: subset, split, eval_split."""
 
     known_options = (*RowTask.known_options, "subset", "split", "eval_split")
 
@@ -387,7 +387,7 @@ class HubTask(RowTask):
 
 
 def messages_of(value: list[Any], name: str, tools: Sequence[Schema] = ()) -> list[Message]:
-    """Parse the messages of a conversation. Errors: ValueError with the name of the value.
+    """Parse the messages of a conversation. Errors: ValueError naming the value.
 
     tools: if there are tools, the conversation may call no others.
     """
@@ -403,7 +403,7 @@ def messages_of(value: list[Any], name: str, tools: Sequence[Schema] = ()) -> li
 
 
 def as_text(value: Any, name: str) -> str:
-    """Return a response that is a text or a finite number, as a text. Errors: ValueError for another value."""
+    """Return a response as text. The response is a text or a finite number. Errors: ValueError for another value."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
@@ -412,7 +412,7 @@ def as_text(value: Any, name: str) -> str:
 
 
 def check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
-    """Raise ValueError, naming the column, if a value that becomes text contains half a surrogate pair."""
+    """Raise ValueError, naming the row's column, if a text of the prompt contains half a surrogate pair."""
     judged = prompt.preference.judged if prompt.preference else ()
     responses = [prompt.response, *(one.response for one in judged)]
     try:

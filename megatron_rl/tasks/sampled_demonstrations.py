@@ -1,4 +1,4 @@
-"""Demonstrations that are recorded as sampled tokens: writing, reading and checking the columns of a row."""
+"""Demonstrations recorded as sampled tokens. This module writes, reads and checks the columns of their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = "response_tokens"
 PROMPT, MASK, TOKENIZER = "prompt_tokens", "loss_mask", "tokenizer"
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
 DIGITS = 6
-"""Number of decimals of a recorded log-prob; an fp32 softmax is not more exact."""
+"""Number of decimals of a recorded log-prob. An fp32 softmax is not more precise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,20 +20,20 @@ class Recorded:
     """A demonstration of p prompt tokens and m response tokens."""
 
     prompt: np.ndarray
-    """[p] int32."""
+    """Prompt tokens, [p] int32."""
     response: np.ndarray
-    """[m] int32."""
+    """Response tokens, [m] int32."""
     loss_mask: np.ndarray
     """[m] bool: True for tokens of the policy, False for tokens of observations."""
     tokenizer: str
-    """`models.hf_folder.vocabulary_digest` of the tokenizer of these tokens; empty if the row does not have it."""
+    """Digest of the vocabulary of these tokens (`models.hf_folder.vocabulary_digest`); empty if the row does not have it."""
     teacher_token_ids: np.ndarray | None = None
-    """[m, k] int32: the teacher's most likely tokens at each response token, -1 for none."""
+    """[m, k] int32: ids of the teacher's most likely tokens at each response token; -1 fills unused positions."""
     teacher_log_probs: np.ndarray | None = None
     """[m, k] float32: log-probs of `teacher_token_ids` at temperature 1."""
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of the demonstration's row, for JSON."""
+        """Return the columns of the demonstration's row, ready for JSON."""
         found = {
             PROMPT: self.prompt.tolist(),
             TOKENS: self.response.tolist(),
@@ -47,12 +47,12 @@ class Recorded:
 
 
 def has_tokens(row: Mapping[str, Any], key: str | None) -> bool:
-    """Return True if a row has tokens: a list in the column `key`. A number, for example a length, does not count."""
+    """Return True if the column `key` of a row holds a list of tokens. A number, for example a length, does not count."""
     return key is not None and isinstance(row.get(key), list)
 
 
 def read_recorded(row: Mapping[str, Any], key: str) -> Recorded:
-    """Read the demonstration of a row with tokens. Errors: ValueError with the problem."""
+    """Read the demonstration from a row with tokens. Errors: ValueError with the problem."""
     response, prompt = _array(row, key, np.int32, 1), _array(row, PROMPT, np.int32, 1)
     if not len(response) or not len(prompt):
         raise ValueError(f"'{PROMPT if len(response) else key}' is empty")

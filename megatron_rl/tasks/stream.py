@@ -1,4 +1,4 @@
-"""Endless stream of training prompts. The order is seeded, differs in each epoch, and is the same on every rank."""
+"""Endless stream of training prompts. The order follows from a seed, differs between epochs, and is the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Number of skipped prompts that the log names; there may be thousands."""
+"""Number of skipped prompts that the log names, because there may be thousands."""
 
 
 class Form(Protocol):
-    """Converter of prompts, demonstrations and preferences to tokens: the rollout program (`rollout.program`)."""
+    """Interface of the rollout program (`rollout.program`) that converts prompts, demonstrations and preferences to tokens."""
 
     def encode(self, prompt: Prompt) -> Prompt:
         """Return the prompt with its tokens."""
         ...
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Tokens:
-        """Return a demonstration for an encoded prompt."""
+        """Return the tokens of a demonstration for an encoded prompt."""
         ...
 
     def document(self, text: str) -> Tokens:
-        """Return a text as a sequence to learn as a whole."""
+        """Return a text as a token sequence in which all tokens are learned."""
         ...
 
     def check_tokens(self, prompt: Prompt) -> None:
-        """Raise UserError if the prompt's recorded demonstration has tokens of another tokenizer."""
+        """Raise UserError if the prompt's recorded demonstration was tokenized with another tokenizer."""
         ...
 
     def check_tools(self, prompt: Prompt) -> None:
@@ -45,14 +45,14 @@ class Form(Protocol):
         ...
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
-        """Return the scored responses to an encoded prompt."""
+        """Return the tokens of the scored responses to an encoded prompt."""
         ...
 
 
 def check_forms(
     prompts: Sequence[Prompt], form: Form, learned: Callable[[Prompt, random.Random], object] | None = None
 ) -> None:
-    """Check one prompt of each form of conversation, and its demonstration or comparison, before a model is built.
+    """Encode one prompt of each form of conversation, with its demonstration or comparison, to find errors before training.
 
     learned: form.demonstration or form.comparison; None if the run samples responses. Errors: UserError naming the first prompt
     that the chat template or the program does not accept.
@@ -81,7 +81,7 @@ def _shape(prompt: Prompt) -> Any:
 
 
 def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_tokens: int) -> list[Prompt]:
-    """Tokenize held-out prompts, and drop those that leave no room for max_new_tokens. The log counts them in one line.
+    """Tokenize held-out prompts, and drop prompts that leave no room for max_new_tokens. The log counts the dropped ones.
 
     Errors: UserError if there are prompts, but none fits.
     """
@@ -99,14 +99,14 @@ def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_
 
 
 def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_length: int) -> list[Tokens]:
-    """Return token sequences to learn from a prompt: a demonstration, or pieces of a text of at most context_length."""
+    """Return the token sequences to learn from a prompt: its demonstration, or its text in pieces of at most context_length."""
     if prompt.document:
         return form.document(prompt.text).cut(context_length)
     return [form.demonstration(prompt if prompt.recorded else form.encode(prompt), rng)]
 
 
 def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
-    """Return the demonstrations of held-out prompts, the same in every call, and pieces of texts. The log counts too long ones.
+    """Return the tokens of held-out demonstrations and texts, the same in every call. The log counts those that are too long.
 
     Errors: UserError if there are demonstrations, but none fits.
     """
@@ -128,9 +128,9 @@ def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_lengt
 
 
 def held_out_comparisons(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Comparison]:
-    """Return the comparisons of held-out prompts, the same in every call. The log counts comparisons that cannot be used.
+    """Return the comparisons of held-out prompts, the same in every call. The log counts unusable comparisons.
 
-    Errors: UserError if there are comparisons, but none can be used.
+    Errors: UserError if there are comparisons, but none is usable.
     """
     found = [form.comparison(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
     problems = {one.prompt_id: problem for one in found if (problem := one.problem(context_length))}
@@ -151,11 +151,11 @@ def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) 
 
 
 class PromptStream:
-    """Endless stream of a task's training prompts, tokenized.
+    """Endless stream of a task's training prompts with their tokens.
 
     The order in epoch e depends only on (seed, e). The stream skips prompts without room for max_new_tokens, too long
-    demonstrations, and comparisons that cannot be used. It counts them in `skipped` and logs the first few. The pieces of a
-    text come one after the other. Errors: UserError if nothing in an epoch fits.
+    demonstrations, and unusable comparisons. It collects the ids of skipped prompts in `skipped` and logs the first few. A long
+    text comes in several consecutive pieces. Errors: UserError if nothing in an epoch fits.
     """
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
@@ -170,14 +170,14 @@ class PromptStream:
         self.skipped: set[str] = set()
         """Ids of the prompts that were skipped so far."""
         self._given = 0
-        """Number of pieces of the current text that were returned."""
+        """Number of pieces of the current text that the stream has returned."""
         self._rest: list[Any] = []
         """Remaining pieces of the current text, if it has been encoded."""
         self._unwanted: Callable[[Prompt], bool] = lambda prompt: False
         self._start_epoch(0)
 
     def leave_out(self, unwanted: Callable[[Prompt], bool]) -> None:
-        """Skip the prompts that an evaluation set (eval.sets) has. Errors: UserError if there are no other prompts."""
+        """Skip the prompts that an evaluation set (eval.sets) contains. Errors: UserError if no prompts remain."""
         if isinstance(self.prompts, list) and all(map(unwanted, self.prompts)):
             raise UserError(
                 f"config: eval.sets has all {len(self.prompts)} training prompts of task '{self.task.name}', so none is left"
@@ -186,7 +186,7 @@ class PromptStream:
         self._unwanted = unwanted
 
     def check_room(self) -> None:
-        """Raise UserError if no prompt leaves room for max_new_tokens. Called before a server is started."""
+        """Raise UserError if no prompt leaves room for max_new_tokens. Called before servers start."""
         prompts = (self.prompts[index] for index in self._order)
         if not any(self._fits(self.form.encode(prompt)) for prompt in prompts if not self._unwanted(prompt)):
             raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
@@ -254,7 +254,7 @@ class PromptStream:
         return self._take(count, examine, "comparisons has different responses that fit into")
 
     def _take[T](self, count: int, examine: Callable[[Prompt], tuple[list[T], str]], wanted: str) -> list[T]:
-        """Return the next `count` items without a problem. examine: prompt -> (its items, reason to skip it or '')."""
+        """Return the next `count` usable items. examine: returns a prompt's items and the reason to skip it, or ''."""
         chosen: list[T] = []
         while len(chosen) < count:
             if self.position == len(self._order):
@@ -286,7 +286,7 @@ class PromptStream:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream, for a checkpoint."""
+        """Return the position in the stream, for a checkpoint."""
         return {
             "seed": self.seed,
             "size": len(self.prompts),
@@ -298,7 +298,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly at `state`. Errors: UserError if data or seed have changed since then."""
+        """Continue exactly at the position `state`. Errors: UserError if data or seed have changed since it was saved."""
         for key, now in (("seed", self.seed), ("size", len(self.prompts))):
             if state[key] != now:
                 raise UserError(

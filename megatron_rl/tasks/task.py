@@ -1,4 +1,4 @@
-"""Tasks: prompts, rewards of responses, and optionally demonstrations and preferences."""
+"""Tasks: prompts, rewards for responses, and optionally demonstrations and preferences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 HELD_OUT_SHARE = 0.1
 Parts = dict[str, float]
-"""{name of a reward part: value}."""
+"""Rewards of one response: {name of a reward part: value}."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,34 @@ class Prompt:
     prompt_id: str
     """Id that is unique in the data set and stable over runs, for example `number_sorting:17` or `train.jsonl:3`."""
     text: str
-    """Text of the prompt for the model; the last message of a conversation."""
+    """Text of the prompt that the model sees. For a conversation, its last message."""
     answer: Any = None
     response: str | list[dict[str, Any]] | None = None
-    """Demonstration that comes with the prompt: a text, or the messages of a conversation."""
+    """Demonstration for the prompt: a text, or the messages of a conversation."""
     messages: list[dict[str, Any]] | None = None
     """Messages of a conversation, which the tokenizer's chat template renders."""
     metadata: dict[str, Any] = field(default_factory=dict)
     preference: Preference | None = None
-    """Responses that come with the prompt, with their scores."""
+    """Responses to the prompt with their scores, for training on preferences."""
     document: bool = False
     """True if the text is not a prompt, but a document to learn as a whole."""
     recorded: Recorded | None = field(default=None, compare=False)
-    """Demonstration that comes as tokens. These tokens are trained on; the texts are only for readers."""
+    """Demonstration recorded as tokens. The trainer learns these tokens; the texts are only for readers."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the prompt, set by `encode`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Schemas of the tools that the prompt shows, if it brings its own tools."""
+    """Schemas of the tools that only this prompt offers, if it has its own tools."""
 
     @property
     def identity(self) -> str:
-        """Key that only equal prompts share: the text if nothing else is asked, else the conversation with its tools."""
+        """Key that only equal prompts share: the text, or the conversation and its tools if the prompt has them."""
         if not self.tools and self.messages in (None, [{"role": "user", "content": self.text}]):
             return self.text
         asked = self.messages if self.messages is not None else self.text
         return json.dumps([asked, self.tools], sort_keys=True, default=repr)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-        """Return a copy with tokens, with the special tokens that the tokenizer puts before a response.
+        """Return a copy of the prompt with its tokens, including the special tokens that the tokenizer puts before a response.
 
         Errors: UserError naming the prompt, if the tokenizer or its chat template does not accept it or changes it.
         """
@@ -96,17 +96,18 @@ class Task:
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
-    """Names of the reward parts that `score` returns."""
+    """Names of the reward parts that `score` returns for each response."""
     main_parts: tuple[str, ...] = ("correct",)
-    """Parts that have weight 1.0 unless the config sets another weight; all others have weight 0."""
+    """Names of the parts that have weight 1 unless the config sets another weight. All other parts have weight 0."""
     verifier: str | None = None
-    """Name of the verifier, if the task has its own; data.verifier may only repeat it."""
+    """Name of the task's own verifier, if it has one. data.verifier must then have the same name or be unset."""
     later_parts: tuple[str, ...] = ()
-    """Parts that are scored after the response is complete, by reward models or from its length (`rollout.later_rewards`)."""
+    """Names of parts that are computed after the response is complete, by reward models or from its length
+    (`rollout.later_rewards`)."""
     program: str | None = None
-    """The only rollout program that works with the task; None if several do."""
+    """The only rollout program that works with the task; None if there are several."""
     weights: dict[str, float]
-    """{part: weight}, set by `build_task` from data.rewards."""
+    """{name of a part: weight}, set by `build_task` from data.rewards."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         """demonstrations: True if the prompts are for SFT. Errors: UserError for missing data or settings that do not fit."""
@@ -114,11 +115,14 @@ class Task:
         self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Return the prompts of a split (not tokenized), possibly lazy. Train and eval share no prompt (`Prompt.identity`)."""
+        """Return the prompts of a split, without tokens, possibly as a lazy sequence. The splits share no prompt.
+
+        Prompts with equal `Prompt.identity` are the same prompt.
+        """
         raise NotImplementedError
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Return the reward parts of texts[i] as a response to prompts[i]. It never raises because of a text's content.
+        """Return the reward parts of each texts[i] as a response to prompts[i]. No content of a text makes it raise.
 
         truncated[i]: True if the response was cut off at the length limit. Empty: no response was cut off.
         """
@@ -129,26 +133,29 @@ class Task:
         return self.score([prompt], [response_text])[0]
 
     def extract(self, text: str) -> str:
-        """Return the answer in a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
+        """Return a response's answer in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
         return text.strip()
 
     def tools(self) -> Sequence[Tool]:
-        """Return tools of the task, in addition to agent.tools."""
+        """Return the task's own tools, which are added to agent.tools."""
         return ()
 
     def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
-        """Return the environment of a conversation about the prompt, for rollout.program: agent. Default: the tools."""
+        """Return the environment for a conversation about the prompt (rollout.program: agent).
+
+        The default answers tool calls.
+        """
         return Environment(toolbox)
 
     def agent(self) -> Callable[[Prompt, str], Any] | None:
-        """Return the task's own agent, for rollout.program: openai_agent without agent.function; None if it has none."""
+        """Return the task's agent for rollout.program: openai_agent, used if agent.function is not set; None if it has none."""
         return None
 
     async def open(self) -> None:
-        """Start what the task's agent needs. Called once, in the event loop of the agent. Errors: ToolLost."""
+        """Start what the task's agent needs. Called once, in the agent's event loop. Errors: ToolLost."""
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:
-        """Return a response to learn from in SFT: a text, or messages in OpenAI's form (assistant, tool).
+        """Return a response that SFT learns: a text, or messages in OpenAI's format (roles assistant and tool).
 
         Errors: UserError if the task has no demonstrations.
         """
@@ -157,7 +164,7 @@ class Task:
         return prompt.response
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Preference:
-        """Return responses to compare, for preference training. Errors: UserError if the task has no preferences."""
+        """Return scored responses for preference training. Errors: UserError if the task has no preferences."""
         if prompt.preference is None:
             raise UserError(
                 f"data.task '{self.name}' has no preferences, so it cannot be used for reward models or DPO"
@@ -165,7 +172,7 @@ class Task:
         return prompt.preference
 
     def close(self) -> None:
-        """End the task's worker processes."""
+        """Stop the task's worker processes."""
 
 
 def check_options(data: DataConfig, known: Iterable[str]) -> None:
@@ -202,13 +209,13 @@ def combine(parts: Parts, weights: dict[str, float]) -> float:
 
 
 def is_held_out(identity: str, share: float) -> bool:
-    """Return True for a prompt of the held-out split. Only its hash decides, so equal prompts are in the same split."""
+    """Return True if a prompt belongs to the held-out split. Only its hash decides, so equal prompts are in the same split."""
     digest = hashlib.blake2b(identity.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def split_by_hash(prompts: Iterable[Prompt]) -> dict[Split, list[Prompt]]:
-    """Hold out one in ten prompts, by the hash of its identity. Errors: UserError if no training prompt is left."""
+    """Split prompts by the hash of their identity: one in ten is held out. Errors: UserError if none is left for training."""
     split: dict[Split, list[Prompt]] = {"train": [], "eval": []}
     for prompt in prompts:
         split["eval" if is_held_out(prompt.identity, HELD_OUT_SHARE) else "train"].append(prompt)

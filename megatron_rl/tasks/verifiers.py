@@ -1,6 +1,6 @@
-"""Verifiers, which score how right a response is. Each verifier returns named parts in [0, 1].
+"""Verifiers: functions that score how right a response is. Each verifier returns named parts in [0, 1].
 
-`correct` is the verdict. `answered` is 1 if an answer could be extracted from the response.
+The part `correct` is 1 if the response is right. `answered` is 1 if an answer could be extracted from the response.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def exact(text: str, answer: Any) -> Parts:
-    """Return 1 if the extracted answer equals the expected answer, except for white space around them."""
+    """Score 1 if the extracted answer equals the expected answer, ignoring white space around both."""
     found = extract_answer(text)
     return {"correct": float(found != "" and found == str(answer).strip())}
 
 
 def number_list(text: str, answer: Sequence[float] | str) -> Parts:
-    """Return 1 if the response is exactly the expected list of numbers, with any separators.
+    """Score 1 if the response is exactly the expected list of numbers, with any separators.
 
     answer: the numbers, or a text like '3 6 12 15'.
     """
@@ -48,9 +48,9 @@ def number_list(text: str, answer: Sequence[float] | str) -> Parts:
 
 
 def zigzag(text: str, question: str) -> Parts:
-    """Return 1 if the response has each number of the question once, alternately rising and falling.
+    """Score 1 if the response has each number of the question once, and the numbers alternately rise and fall.
 
-    question: `<6 15 3 12:` to begin with a rise, `>6 15 3 12:` to begin with a fall.
+    question: `<6 15 3 12:` to start with a rise, `>6 15 3 12:` to start with a fall.
     """
     found = read_numbers(text)
     right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]) or [])
@@ -60,29 +60,30 @@ def zigzag(text: str, question: str) -> Parts:
 
 
 def read_numbers(text: str) -> list[Decimal] | None:
-    """Return the exact numbers of a text that has only numbers and separators; None for another text."""
+    """Return the numbers of a text, exactly, if it has only numbers and separators; None for another text."""
     words = [word for word in re.split(r"[\s,;\[\]()]+", text) if word]
     return [Decimal(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
 
 
 def unjudged(text: str, answer: Any) -> Parts:
-    """Return no parts, for prompts without answers whose responses are scored by reward models."""
+    """Return no parts. This verifier is for prompts without answers, whose responses are scored by reward models."""
     del text, answer
     return {}
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A scoring function (response, answer, ...) -> parts, with its settings."""
+    """A verifier: a function (response, answer, ...) -> parts, with its settings."""
 
     function: Callable[..., Any]
     parts: tuple[str, ...] = ("correct", "answered")
     pooled: tuple[str, ...] | None = None
-    """Modules that worker processes import first. None: the function is quick for any text and runs without workers."""
+    """Modules that the worker processes import first. None: the function is quick for any text, so it runs without workers."""
     extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
     """Function that extracts the answer from a response, for maj@n and distinct@n."""
     expected: Callable[[dict[str, Any], Any, str], Any] | None = None
-    """(row, answer, prompt) -> the answer as the function takes it. Errors: ValueError if the row cannot be used."""
+    """Function (row, answer, prompt) -> expected answer in the form that `function` takes. Errors: ValueError for an unusable
+    row."""
 
 
 VERIFIERS = {
@@ -96,14 +97,14 @@ VERIFIERS = {
     "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated", "timeout_s")
-"""Arguments that a verifier gets besides response and answer, if it has parameters of these names. A verifier that takes
-timeout_s keeps this limit itself."""
+"""Arguments that a verifier gets in addition to response and answer if it has parameters with these names. A verifier that
+takes timeout_s must keep this time limit itself."""
 GRACE_S = 30.0
-"""Seconds after the limit of such a verifier until its worker is killed."""
+"""Seconds after the time limit until the worker of a verifier that keeps its limit itself is killed."""
 
 
 class PooledCalls:
-    """Calls of a scoring function in worker processes. A call that fails scores 0 in all parts and is counted."""
+    """Calls a scoring function in worker processes. A call that fails scores 0 in all parts and is counted."""
 
     def __init__(self, target: str, parts: tuple[str, ...], *, timeout_s: float, imports: Sequence[str] = ()):
         self.parts = parts
@@ -116,7 +117,7 @@ class PooledCalls:
     ) -> list[Parts]:
         """Return the parts of each call; prompts[i] names call i in the log.
 
-        Errors: UserError for results that are not parts, and if the workers cannot run.
+        Errors: UserError if a result does not consist of the expected parts, or if the workers cannot run.
         """
         return [
             self._failed(prompt, result) if isinstance(result, Failure) else self._checked(prompt, result)
@@ -150,20 +151,20 @@ class PooledCalls:
         return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         self.pool.close()
 
 
 class RowVerifier:
-    """The verifier that data.verifier names, for prompts with an answer (`none`: without an answer).
+    """The verifier that data.verifier names. Prompts need an answer, except with the verifier `none`.
 
-    A user's own verifier is a function score(response, answer, ...) that returns a number, or numbers by name. It also gets
-    `prompt` (the text) and `truncated` if it has such parameters. Its parts are the parts in data.rewards, or only `correct`.
-    It runs in worker processes with a hard time limit for each call.
+    A user's own verifier is a function score(response, answer, ...) that returns a number, or a dict {name: number}. The
+    function also gets `prompt` (the text) and `truncated` if it has parameters with these names. Its parts are the parts in
+    data.rewards, or only `correct`. It runs in worker processes with a hard time limit for each call.
     """
 
     def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float, alone: bool = False):
-        """weighted: parts in data.rewards. alone: run each call of a user's own verifier in a process that can only compute.
+        """weighted: names of the parts in data.rewards. alone: run each call of a user's own verifier in an isolated process.
 
         Errors: UserError if the function does not exist, or if `alone` is set but not possible.
         """
@@ -187,7 +188,7 @@ class RowVerifier:
             self.pooled = PooledCalls(target, self.parts, timeout_s=limit_s, imports=found.pooled)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Return the parts of texts[i] as a response to prompts[i]."""
+        """Return the parts of each texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
         calls = [(*self._before, text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
         own = {"timeout_s": self._timeout_s}
@@ -198,13 +199,13 @@ class RowVerifier:
         return [self._function(*call, **more) for call, more in zip(calls, keywords, strict=True)]
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """Stop the worker processes, if there are any."""
         if self.pooled:
             self.pooled.close()
 
 
 def judge_alone(name: str, limit_s: float, text: str, answer: Any, /, **extras: Any) -> Mapping[str, float]:
-    """Run a user's verifier in an isolated process that can only compute. Called by a worker.
+    """Run a user's own verifier in an isolated process that can only compute. Workers call this function.
 
     Errors: TimeoutError; Unscored.
     """

@@ -1,8 +1,8 @@
-"""Task for environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers), verifiers:NAME.
+"""Task for environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers), data.task: verifiers:NAME.
 
-The package pins other versions of dependencies than the trainer, so it lives in its own Python environment
-(tools/setup.sh --verifiers). A worker process there plays the episodes (verifiers_worker.py). It reaches the policy through
-the recording endpoint, so trajectories have the exact tokens.
+The package needs other versions of dependencies than the trainer, so it has its own Python environment (tools/setup.sh
+--verifiers). A worker process in this environment plays the episodes (verifiers_worker.py). The worker reaches the policy
+through the recording endpoint, an OpenAI-compatible server that records the exact tokens of each trajectory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ WORKER = Path(__file__).with_name("verifiers_worker.py")
 START_TIMEOUT_S = 300.0
 """Longest time in seconds for a worker to load an environment with its data."""
 END_TIMEOUT_S = 8.0
-"""Longest time in seconds for a worker to end by itself; shorter than the event loop's own limit for remaining tasks."""
+"""Longest time in seconds for a worker to end by itself. It is shorter than the event loop's own limit for remaining tasks."""
 MOST_BYTES = 2**24
-"""Largest size of one answer of the worker, in bytes."""
+"""Largest size in bytes of one answer of the worker."""
 
 
 class Worker:
-    """The process that plays episodes. It starts at the first episode, restarts after a crash, and ends with its event loop."""
+    """The worker process that plays episodes.
+
+    The process starts with the first episode, restarts after a crash, and ends with its event loop.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -49,7 +52,7 @@ class Worker:
         self._requests = 0
 
     async def play(self, request: dict[str, Any]) -> float:
-        """Play an episode and return its reward. Errors: ToolLost if it could not be played to its end."""
+        """Play an episode and return its reward. Errors: ToolLost if the episode did not run to its end."""
         await self.start()
         self._requests += 1
         number = self._requests
@@ -71,7 +74,7 @@ class Worker:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def start(self) -> None:
-        """Start the process if it does not run. Errors: ToolLost."""
+        """Start the process unless it already runs. Errors: ToolLost."""
         self._starting = self._starting or asyncio.Lock()
         async with self._starting:
             if self._reading is None or self._reading.done():
@@ -101,7 +104,7 @@ class Worker:
             raise ToolLost(f"the worker of verifiers: {found['error']}")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Give answers to their waiting callers until the process ends; then report its end to all waiting callers."""
+        """Hand each answer of the process to the waiting caller. When the process ends, report this to all waiting callers."""
         assert process.stdout is not None
         problem = ""
         try:
@@ -121,7 +124,7 @@ class Worker:
 
     @staticmethod
     async def _end(process: asyncio.subprocess.Process) -> None:
-        """Close the input of the process, which then ends the programs that it started. Kill it if it does not end."""
+        """Close the input of the process, which then ends the programs that it started. If the process stays alive, kill it."""
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
@@ -133,17 +136,17 @@ class Worker:
 
 
 def _environment(programs: Path) -> dict[str, str]:
-    """Return the environment variables of a worker: with uv, and without the key that the run's processes share."""
+    """Return a worker's environment variables: PATH with `programs` (uv), and no key that the run's processes share."""
     ours = {name: value for name, value in os.environ.items() if name != RUN_KEY}
     return ours | {"PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}"}
 
 
 class VerifiersPackage(Task):
-    """Tasks, agent and rewards of an environment of `verifiers`. The policy is behind the recording endpoint.
+    """Task on an environment of `verifiers` with its own agent and rewards. Its agent calls the recording endpoint.
 
     data.options: `environment` (its config as in the package's own files, without taskset.id, which data.task names); `limit`
-    (largest number of tasks); `python` (interpreter of the environment with the package); `network` (True gives episodes a
-    network besides the policy, as judges need); `isolated` (False plays episodes with all rights of this user).
+    (largest number of tasks); `python` (interpreter of the environment with the package); `network` (True gives episodes
+    network access beyond the policy, which judges need); `isolated` (False lets episodes run with all rights of this user).
     """
 
     parts = ("reward",)
@@ -210,12 +213,12 @@ class VerifiersPackage(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Score episodes that a limit of the run ended, which the environment did not score."""
+        """Score episodes that were ended by a limit of the run and therefore have no score from the environment."""
         return [{"reward": 0.0} for _ in prompts]
 
 
 def environment_config(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an environment: the given config, by default on this machine and with a plain chat loop."""
+    """Return the config of an environment: `given`, completed so that it runs on this machine with a plain chat loop."""
     config = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
     if "id" not in given and "agent" not in given:
         config["agent"] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}

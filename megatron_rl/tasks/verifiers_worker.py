@@ -1,14 +1,15 @@
-"""Worker that plays environments of the `verifiers` package, in the Python with this package. It does not import megatron_rl.
+"""Worker process that plays environments of the package `verifiers`, in that package's own Python, without megatron_rl.
 
     python verifiers_worker.py prompts LIMIT CONFIG            one line of JSON for each task
     python verifiers_worker.py serve LIMIT CONFIG SETTINGS     requests on standard input, answers on standard output
 
 CONFIG is an environment's config of `verifiers.v1` as JSON. SETTINGS is {"isolated", "network"}. A request {"id", "task",
 "base_url", "model"} gets the answer {"id", "reward"} or {"id", "error"}; a request {"id"} alone cancels the episode. The worker
-ends when its standard input does, so it never outlives its parent.
+ends when its standard input is closed, so it never outlives its parent.
 
-Each episode is played and judged in a fork, so its changes end with it. If isolated, the fork has no privileges, can write only
-to its own folder (with Landlock, if the kernel has it), sees no other processes, and has no network except for the policy.
+Each episode is played and judged in a forked process, so its changes to the process end with it. An isolated fork has no
+privileges, sees no other processes, and has no network except for the policy. It can write only to its own folder (with
+Landlock, if the kernel has it).
 """
 
 # pyright: reportMissingImports=false
@@ -45,12 +46,13 @@ _PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 24, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _WRITES = {1: sum(1 << bit for bit in (1, *range(4, 13))), 2: 1 << 13, 3: _TRUNCATE}
-"""Rights to write, by the version of Landlock that knows them: files and folders; moves between folders; truncation."""
+"""Rights to write, by the Landlock version that introduced them: for files and folders; for moves between folders; for
+truncation."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def chat_message(message: Any) -> dict[str, str]:
-    """Return {"role", "content"} of a message of the package."""
+    """Return a message of the package as {"role", "content"}."""
     found = message.model_dump(mode="json")
     content = found["content"]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content or [])
@@ -58,7 +60,7 @@ def chat_message(message: Any) -> dict[str, str]:
 
 
 def prompt(data: vf.TaskData) -> dict[str, Any]:
-    """Return the prompt of a task: its text, and the messages at the beginning of the conversation."""
+    """Return the prompt of a task: its text, and the messages with which the conversation starts."""
     asked = data.prompt
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*map(chat_message, asked or ())]
     if data.system_prompt:
@@ -68,7 +70,7 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
 
 @dataclass
 class Settings:
-    """Settings of how episodes are played."""
+    """Isolation of episodes: whether they lose all rights (isolated), and whether they may use the network anyway."""
 
     isolated: bool = True
     network: bool = False
@@ -78,9 +80,10 @@ class Settings:
 
 
 def isolate(folder: str, network: bool) -> None:
-    """Take all rights from this process and its children, except for writing to a folder. It cannot be undone.
+    """Take all rights from this process and its children, except writing to a folder. This cannot be undone.
 
-    Its next child is the first process of a namespace; when it ends, all processes of the namespace end. Errors: OSError.
+    The next child is the first process of a new process namespace. When this child ends, all processes of the namespace end.
+    Errors: OSError.
     """
     user, group = os.geteuid(), os.getegid()
     flags = os.CLONE_NEWPID | os.CLONE_NEWIPC | (0 if network else os.CLONE_NEWNET)
@@ -100,7 +103,7 @@ def isolate(folder: str, network: bool) -> None:
 
 
 def _write_into(folder: str) -> None:
-    """Restrict writes with Landlock, if the kernel has it, to the folder and to devices that store nothing."""
+    """Restrict writes to the folder and to devices that store nothing, if the kernel has Landlock."""
     version = LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
     rights = sum(bits for since, bits in _WRITES.items() if since <= version)
     if not rights:
@@ -181,7 +184,7 @@ async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
 
 
 async def _episode(env: vf.Env, task: vf.Task, request: dict[str, Any], relay: str) -> float:
-    """Play an episode with its own servers. SIGTERM cancels it and ends the servers."""
+    """Play an episode with servers that only it uses. SIGTERM cancels the episode and ends the servers."""
     playing = asyncio.current_task()
     assert playing is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
@@ -204,7 +207,7 @@ def _work_in(folder: str) -> None:
 
 
 def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
-    """Do the work, write the answer to `told`, and end with status 0. Never returns."""
+    """Do the work in a forked process, write the answer to file descriptor `told`, and exit with status 0. Never returns."""
     status = 1
     try:
         LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
@@ -227,7 +230,7 @@ def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
 
 
 def _end_of(pid: int) -> int:
-    """Return the exit status of a process that has sent its answer. The process is killed if it does not end within 1 s."""
+    """Return the exit status of a process that has sent its answer. If the process does not end within 1 s, it is killed."""
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -240,7 +243,7 @@ def _end_of(pid: int) -> int:
 
 @dataclass
 class Episode:
-    """A fork that plays one episode."""
+    """A forked process that plays one episode."""
 
     number: int
     pid: int
@@ -248,12 +251,12 @@ class Episode:
     folder: str
     heard: bytes = b""
     given_up: float = 0.0
-    """Time at which the episode is killed; 0 if it was not canceled."""
+    """Time at which the episode is killed; 0 unless the episode was canceled."""
 
 
 @dataclass
 class Episodes:
-    """All episodes that are being played, each in its fork."""
+    """All episodes that are being played, each in its own forked process."""
 
     env: Any
     tasks: list[Any]
@@ -273,7 +276,7 @@ class Episodes:
         self.answers.flush()
 
     def fork(self, work: Any, number: int) -> Episode:
-        """Run `work` in a process of its own."""
+        """Run `work` in a forked process."""
         folder = tempfile.mkdtemp(dir=self.base)
         hear, told = os.pipe()
         pid = os.fork()
@@ -286,7 +289,7 @@ class Episodes:
         return episode
 
     def begin(self, request: dict[str, Any]) -> None:
-        """Play the requested episode."""
+        """Start the requested episode."""
         if self.settings.isolated and not self.settings.network and not self.relay:
             address = urlsplit(request["base_url"])
             self.relay = f"{self.base}/policy"
@@ -301,14 +304,14 @@ class Episodes:
         self.playing[request["id"]] = self.fork(work, request["id"])
 
     def give_up(self, number: int) -> None:
-        """Cancel an episode, so that it can end what it started. It is killed if it does not end."""
+        """Cancel an episode, so that it can end what it started. If it does not end in time, it is killed."""
         episode = self.playing.get(number)
         if episode and not episode.given_up:
             episode.given_up = time.monotonic() + END_S
             os.kill(episode.pid, signal.SIGTERM)
 
     def hear(self, episode: Episode) -> bool:
-        """Read the output of an episode, and pass on its answer at the end. Return True if the episode has ended."""
+        """Read an episode's output, and pass the answer on when the episode ends. Returns True if the episode has ended."""
         part = os.read(episode.told, MOST_BYTES)
         episode.heard += part
         if part and len(episode.heard) <= MOST_BYTES:
@@ -327,7 +330,7 @@ class Episodes:
         return True
 
     def wait(self, also: int | None = None) -> bool:
-        """Read episodes until `also` can be read. Return True if it can, and False if no episode is being played."""
+        """Read the output of episodes until `also` can be read. Returns True if it can; False if no episode is running."""
         while True:
             now = time.monotonic()
             for episode in [*self.playing.values()]:
@@ -343,7 +346,7 @@ class Episodes:
                 return False
 
     def serve(self) -> None:
-        """Handle requests as they come, until there are no more."""
+        """Handle requests as they arrive, until standard input is closed."""
         self.ready.register(0, selectors.EVENT_READ)
         waiting = b""
         while self.wait(0) and (part := os.read(0, 65536)):
@@ -364,7 +367,7 @@ class Episodes:
 
 
 async def prepare(env: vf.Env) -> None:
-    """Do work once that each episode would repeat: start and end the servers, install the clients of the agents."""
+    """Do once what each episode would otherwise repeat: start and stop the servers, install the agents' client programs."""
     from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
 
     async with env.serving():
@@ -397,7 +400,7 @@ def problem_of(episodes: Episodes) -> str:
 
 
 def main(kind: str, limit: str, config: str, settings: str = "{}") -> None:
-    """Run the command; see the top of this file."""
+    """Run the command; the module's docstring describes it."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     answers = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,4 @@
-"""Task VerifyIF: prompts with instructions that a program verifies (arXiv:2507.02833), in one turn or several (Multi-IF)."""
+"""Task VerifyIF: prompts with instructions that a program can verify (arXiv:2507.02833), in one turn or several (Multi-IF)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from megatron_rl.tools.toolbox import Toolbox
 
 TURNS = "further_turns"
-"""Column, and key of metadata, with (text, instructions) of the turns after the first."""
+"""Name of the row's column, and of the key in the prompt's metadata, with (text, instructions) of the turns after the first."""
 
 
 class VerifyIF(PublicSet):
     """Rows of IFEval, IFBench, IF_multi_constraints_upto5 or Multi-IF. Generated rows have the form of IFEval or Multi-IF.
 
-    options: turns (of generated rows); skip_unscorable (True skips rows that cannot be checked on this machine).
+    data.options: turns (number of turns in generated rows); skip_unscorable (True skips rows that this machine cannot check).
     """
 
     verifier = "instructions"
@@ -68,7 +68,7 @@ class VerifyIF(PublicSet):
         return replace(found, metadata={TURNS: turns[1:]} if turns[1:] else {})
 
     def _check(self, where: str, instructions: list[Instruction]) -> None:
-        """Raise UserError for an instruction that cannot be checked here, or ValueError if such rows are skipped."""
+        """Raise UserError for an instruction that this machine cannot check, or ValueError if such rows are skipped."""
         from megatron_rl.verifiers.instruction_checkers import build, lacking
 
         try:
@@ -104,7 +104,7 @@ class VerifyIF(PublicSet):
 
 
 def _turn(row: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
-    """Return the user's text in a turn of Multi-IF, and all instructions that apply in the turn. Errors: ValueError."""
+    """Return (user's text, all instructions that apply) of a turn of a Multi-IF row. Errors: ValueError."""
     message = read(row[f"turn_{number}_prompt"])
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise ValueError(f"turn_{number}_prompt is not a message")
@@ -114,9 +114,9 @@ def _turn(row: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class FurtherTurns(Environment):
-    """A conversation in which each turn adds an instruction, and earlier ones still apply. The reward is the mean over turns.
+    """A conversation in which each turn adds an instruction and earlier ones still apply. The reward is the mean over turns.
 
-    A turn that the conversation does not reach counts as 0.
+    Turns that the conversation does not reach count as 0.
     """
 
     task: VerifyIF = None  # type: ignore[assignment]  # the fields of Environment have defaults
@@ -190,8 +190,8 @@ DRAWN: dict[str, Callable[[random.Random], Arguments]] = {
     "count:conjunctions": lambda rng: {"small_n": rng.randint(2, 4)},
     "count:numbers": lambda rng: {"N": rng.randint(1, 3)},
 }
-"""Instructions for generated rows, with functions that draw their arguments. They can be checked on any machine, and except for
-CONFLICTS they can be followed together."""
+"""Instructions for generated rows, each with a function that draws its arguments. Any machine can check them. A response can
+follow all of them together, except for pairs in CONFLICTS."""
 
 
 def draw(rng: random.Random, most: int) -> list[tuple[str, Arguments, str]]:

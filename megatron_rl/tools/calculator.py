@@ -1,4 +1,4 @@
-"""A calculator as a tool: arithmetic of numbers only."""
+"""A calculator as a tool. It accepts only arithmetic with numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, override
 from megatron_rl.tools.tool import Tool, ToolError
 
 LONGEST = 1000
-"""Largest number of characters of an expression."""
+"""Largest number of characters in an expression."""
 LARGEST = 10**100
 _BINARY: dict[type[ast.operator], Callable] = {
     ast.Add: operator.add,

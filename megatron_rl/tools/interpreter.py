@@ -1,4 +1,7 @@
-"""The Python interpreter as a tool: contained, and stateful within a conversation, as in ReTool (arXiv:2504.11536)."""
+"""The Python interpreter as a tool.
+
+It runs in a container and keeps its state within a conversation (ReTool, arXiv:2504.11536).
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,17 @@ while header := calls.readline():
             pass
     os.write(1, mark)
 """
-"""Program in the container: reads `LENGTH MARK` and LENGTH bytes of code, runs the code, and ends its output with MARK."""
+"""Program in the container. It reads `LENGTH MARK` and LENGTH bytes of code, runs the code, and ends its output with MARK."""
 OUTPUT_BYTES = 65536
 
 
 class Session:
-    """The interpreter of one conversation; the first call starts it, and so does the call after a broken limit."""
+    """The interpreter of one conversation. It starts with the first call, and again with the call after a broken limit."""
 
     def __init__(
         self, *, timeout_s: float, memory_mb: int, start: Callable[..., bubblewrap.Container] = bubblewrap.Container
     ) -> None:
-        """start: makes the container, which ends when the thread that called `start` ends."""
+        """start: function that creates the container. The container ends when the thread that called `start` ends."""
         self.timeout_s, self.memory_mb, self._start = timeout_s, memory_mb, start
         self._container: bubblewrap.Container | None = None
         self._lock = threading.Lock()
@@ -58,9 +61,9 @@ class Session:
         self._ended = False
 
     def run(self, code: str) -> str:
-        """Run code and return its output and the value of its last expression.
+        """Run code, and return its output and the value of its last expression.
 
-        Errors: ToolError if the code breaks a limit (its variables are then lost); ToolLost if it cannot be contained.
+        Errors: ToolError if the code breaks a limit (all variables are then lost); ToolLost if the container cannot be started.
         """
         with self._lock:
             if self._ended:  # the conversation ended before this thread ran
@@ -112,7 +115,7 @@ class Session:
             container.end()
 
     def end(self) -> None:
-        """Kill the interpreter, even while code runs; no code runs after that."""
+        """Kill the interpreter, even while code runs. It runs no further code."""
         self._ended = True
         if (container := self._container) is not None:
             container.kill()
@@ -136,7 +139,7 @@ class PythonTool(Tool):
     }
 
     def __init__(self, timeout_s: float = 10.0, memory_mb: int = 512) -> None:
-        """timeout_s: seconds for one call; memory_mb: limit of the interpreter's memory."""
+        """timeout_s: time limit in seconds of one call; memory_mb: memory limit of the interpreter."""
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         # A container dies with the thread that started it (bubblewrap's --die-with-parent), and each call has its own thread.
         # Therefore one thread, which lives as long as the tool, starts all containers.

@@ -1,7 +1,7 @@
-"""Tools of Model Context Protocol servers (stdio or streamable HTTP), with one session per server, reopened when it is lost.
+"""Tools of Model Context Protocol servers (stdio or streamable HTTP). Each server has one session, which is reopened if lost.
 
-There is no user at this client. If a server asks its user (elicitation), the client answers with the defaults of the server's
-form, or declines if the defaults do not fill the form. Requests for a model (sampling) or for folders (roots) are refused.
+This client has no human user. If a server asks the user (elicitation), the client answers with the default values of the
+server's form, or declines if they do not fill the form. It refuses requests for a model (sampling) or for folders (roots).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_rl.tools.tool import Tool, ToolError, ToolLost, is_valid
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 60.0
-"""Longest wait, in seconds, for a server to start and list its tools."""
+"""Longest time in seconds for a server to start and list its tools."""
 PING_TIMEOUT_S = 5.0
 ATTEMPTS = 3
-"""Number of attempts to open a server before a call fails; there is a pause before each attempt except the first."""
+"""Number of attempts to open a session before a call fails. There is a pause before each attempt except the first."""
 PAUSE_S = 1.0
 MOST_BYTES = 8 * 2**20
-"""Limit of bytes of a message. A larger message would block all conversations for more than a tenth of a second."""
+"""Largest size in bytes of a message. A larger message would block all conversations for more than a tenth of a second."""
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
-"""Timeout as in the package mcp, because an answer may be a stream that stays open."""
+"""Timeout for HTTP requests. The package mcp uses the same, because an answer may be a stream that stays open."""
 MOST_PAGES = 100
-"""Limit of pages of a server's list of tools."""
+"""Largest number of pages in a server's list of tools."""
 PLAIN = {"Accept-Encoding": "identity"}
 TRANSPORTS = {"url": ("http", "streamable-http", "streamable_http"), "command": ("stdio",)}
-"""Values of a server's `type` that other clients use."""
+"""{key of the settings: values of `type` that other clients use for such a server}."""
 KEYS = {"url": ("url", "headers", "type"), "command": (*StdioServerParameters.model_fields, "type")}
 RELAY = Path(__file__).with_name("mcp_relay.py")
 
@@ -64,7 +64,7 @@ async def _bounded(target: str | StdioServerParameters, headers: dict[str, str])
 
 
 async def _bound(response: httpx2.Response) -> None:
-    """Bound the size of an answer that is one message; events of a stream are bounded one by one."""
+    """Limit the size of an answer that is one message. A stream needs no limit here, because each of its events has its own."""
     response.headers.pop("Content-Encoding", None)  # a small compressed answer could become large
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
         assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -90,7 +90,7 @@ class Server:
     """The session with one server, shared by all calls."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        """settings: as in other clients' `mcpServers`: {command, args, env, cwd} or {url, headers}. Errors: UserError."""
+        """settings: {command, args, env, cwd} or {url, headers}, as in other clients' `mcpServers`. Errors: UserError."""
         self.name = name
         key = f"agent.mcp_servers.{name}"
         try:
@@ -112,7 +112,7 @@ class Server:
             ) from None
         self._client: Client | None = None
         self._owner: asyncio.Task | None = None
-        """Task that has entered the session, and must also leave it."""
+        """Task that has opened the session and must also close it."""
         self._leave = asyncio.Event()
         self._opening = asyncio.Lock()
 
@@ -155,7 +155,7 @@ class Server:
             log.warning("MCP server %s has changed its tools; this run keeps the tools of its start", self.name)
 
     async def close(self) -> None:
-        """Leave the session."""
+        """Close the session."""
         owner, self._owner, self._client = self._owner, None, None
         if owner is None:
             return
@@ -166,7 +166,7 @@ class Server:
             await asyncio.wait([owner], timeout=PING_TIMEOUT_S)
 
     async def drop_if_lost(self, client: Client) -> bool:
-        """Drop the session if the server no longer answers; return whether it was dropped."""
+        """Drop the session if the server no longer answers. Returns whether it was dropped."""
         try:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), PING_TIMEOUT_S)
         except Exception:
@@ -226,7 +226,7 @@ class RemoteTool(Tool):
 
 
 def _checked(settings: Any, key: str) -> dict[str, Any]:
-    """Return the settings of a server, after checking that all keys are known. Errors: UserError."""
+    """Return the settings of a server if all their keys are known. Errors: UserError."""
     given = dict(settings) if isinstance(settings, dict) else {}
     kinds = [kind for kind in KEYS if given.get(kind)]
     if len(kinds) > 1:
@@ -244,9 +244,9 @@ def _checked(settings: Any, key: str) -> dict[str, Any]:
 
 
 async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestParams) -> types.ElicitResult:
-    """Return the answer to a server that asks its user: the defaults of its form, if they are a valid answer.
+    """Return the answer to a server that asks its user: the default values of its form, if they are a valid answer.
 
-    The client declines forms without complete defaults, and requests to use a browser (mode url), as there is no user.
+    The client declines forms without complete default values, and requests to use a browser (mode url), because it has no user.
     """
     del context
     if isinstance(params, types.ElicitRequestFormParams):
@@ -259,7 +259,7 @@ async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestP
 
 
 def _said(part: types.ContentBlock) -> str:
-    """Return a part of a result as the model sees it: text unchanged, other parts by name."""
+    """Return a part of a tool's result as the model sees it. Text is unchanged; any other part becomes a short description."""
     match part:
         case types.TextContent():
             return part.text

@@ -1,8 +1,8 @@
-"""Relay in front of an MCP server: `python mcp_relay.py BYTES COMMAND...` runs the server and passes on its messages (lines).
+"""Relay for an MCP server: `python mcp_relay.py BYTES COMMAND...` runs the server and forwards its messages (lines).
 
-The reader of the package mcp builds a message in the event loop of all conversations, and copies the whole message at each
-part. Therefore the relay ends a server that sends a message of more than BYTES bytes. The reader also logs a traceback for each
-line that is not JSON. The relay drops such lines and warns once. It uses only the standard library.
+The package mcp assembles a message in the event loop of all conversations, and copies the whole message for each part that
+arrives. Therefore the relay stops a server that sends a message of more than BYTES bytes. The package also logs a traceback for
+each line that is not JSON. The relay drops such lines and warns once. It uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 
 def main() -> int:
-    """Run the relay, and return the server's exit status."""
+    """Run the relay. Returns the server's exit status."""
     most, command = int(sys.argv[1]), sys.argv[2:]
     server = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""Search over a local folder of documents as a tool, ranked by BM25 (SQLite's full-text index)."""
+"""Search in a local folder of documents as a tool. Results are ranked by BM25 (SQLite's full-text index)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.tools.tool import Tool, ToolLost, in_thread
 
 SUFFIXES = (".txt", ".md", ".rst", ".html")
 PASSAGE = 1000
-"""Approximate number of characters of a passage, which ends with a paragraph."""
+"""Approximate number of characters in a passage. A passage ends at the end of a paragraph."""
 
 
 def passages(text: str) -> Iterator[str]:
@@ -31,7 +31,7 @@ def passages(text: str) -> Iterator[str]:
 
 
 class Search(Tool):
-    """Tool `search`: returns the passages of a folder that fit a query best."""
+    """Tool `search`: returns the passages in a folder that match a query best."""
 
     name = "search"
     description = "Searches a folder of documents and returns the passages that fit the query best."
@@ -43,7 +43,7 @@ class Search(Tool):
     }
 
     def __init__(self, folder: str, passages: int = 3) -> None:
-        """folder: its text files are read once, at the start; passages: number of passages in an answer."""
+        """folder: folder whose text files are read once, at the start; passages: number of passages in an answer."""
         self.folder, self.count = Path(folder), passages
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Tools that a policy may call in a conversation, and the two kinds of errors of a call."""
+"""Interface of the tools that a policy may call in a conversation, and the two kinds of errors of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError
 async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
     """Call the function in its own thread and return the result.
 
-    If the thread hangs, the process can still end.
+    The process can end even if the thread hangs.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -50,15 +50,18 @@ async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 class ToolError(Exception):
-    """A call fails by the model's fault. The text is the observation, and the conversation continues and trains."""
+    """A call failed because of the model. The model sees the error's text; the conversation continues and is trained on."""
 
 
 class ToolLost(Exception):
-    """A call fails by the infrastructure's fault (a lost tool server, a failed sandbox). The conversation is masked."""
+    """A call failed because of the infrastructure (a lost tool server, a failed sandbox).
+
+    The conversation is not trained on.
+    """
 
 
 class Tool:
-    """A tool that the policy may call: a name, a description, the JSON schema of its arguments, and the call.
+    """A tool that the policy may call. It has a name, a description, a JSON schema of its arguments, and the method `call`.
 
     One object serves all conversations of a run, in one event loop.
     """
@@ -66,37 +69,40 @@ class Tool:
     name: str = ""
     description: str = ""
     parameters: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-    """JSON schema of an object with the arguments."""
+    """JSON schema of the arguments, which form one object."""
 
     async def open(self) -> None:
-        """Start the tool, once for the run. Errors: ToolLost that says why the tool cannot start, and the remedy."""
+        """Start the tool, once for the run. Errors: ToolLost with the reason why the tool cannot start, and the remedy."""
 
     async def close(self) -> None:
         """Close the tool at the end of the run."""
 
     def session(self) -> Any:
-        """Return the state for a conversation, before its first call."""
+        """Return the tool's state for a conversation. Called before the conversation's first call."""
         return None
 
     async def call(self, arguments: dict[str, Any], session: Any) -> str:
-        """Return the observation of a call. arguments: checked against the schema. Errors: ToolError, ToolLost."""
+        """Return the text that answers a call. arguments: already checked against the schema. Errors: ToolError, ToolLost."""
         raise NotImplementedError
 
     async def end(self, session: Any) -> None:
-        """End a conversation's state; `session` is the result of `session()`."""
+        """Discard the tool's state for a conversation; `session` is the result of `session()`."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool in the form of chat templates and the OpenAI API."""
+        """The tool in the format of chat templates and the OpenAI API."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class FunctionTool(Tool):
-    """A tool made from a function with type hints and a Google-style docstring; plain functions run in a thread."""
+    """A tool made from a function with type hints and a Google-style docstring.
+
+    A function that is not async runs in a thread.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Errors: UserError if type hints or docstring lack a description that the model needs."""
+        """Errors: UserError if the type hints or the docstring lack a description that the model needs."""
         from transformers.utils.chat_template_utils import get_json_schema
 
         try:
@@ -115,12 +121,12 @@ class FunctionTool(Tool):
 
 
 def _checker(schema: Mapping[str, Any]) -> Any:
-    """Return a validator with an empty registry, because the default registry fetches references from the network."""
+    """Return a validator that resolves no remote references; the default validator fetches them from the network."""
     return validator_for(schema)(schema, registry=Registry())
 
 
 def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value fits a JSON schema. Errors: those of jsonschema for an invalid schema."""
+    """Return whether a value is valid under a JSON schema. Errors: jsonschema's, for an invalid schema."""
     validator_for(schema).check_schema(dict(schema))
     return _checker(schema).is_valid(value)
 
@@ -137,7 +143,7 @@ def check_parameters(tool: Tool) -> None:
 
 
 def check_arguments(tool: Tool, arguments: Any) -> None:
-    """Raise ToolError for an argument that does not fit the tool's schema; ToolLost if a reference cannot be resolved."""
+    """Raise ToolError if an argument does not fit the tool's schema, or ToolLost if a schema reference cannot be resolved."""
     try:
         problem = best_match(_checker(tool.parameters).iter_errors(arguments))
     except (Unresolvable, RecursionError) as error:
@@ -152,7 +158,7 @@ def check_arguments(tool: Tool, arguments: Any) -> None:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text of at most about `most` characters: of a longer text, the first and last characters."""
+    """Shorten a text to about `most` characters. A longer text keeps its first and last characters."""
     text = text.encode(errors="replace").decode()  # lone surrogates
     cut = len(text) - most
     return text if cut <= 0 else f"{text[: most // 2]}\n[... {cut} characters ...]\n{text[len(text) - most // 2 :]}"

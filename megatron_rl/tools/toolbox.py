@@ -1,4 +1,4 @@
-"""The tools of a run: opened once, called by all conversations, closed with the run."""
+"""The tools of a run. They are opened once, used by all conversations, and closed with the run."""
 
 from __future__ import annotations
 
@@ -37,54 +37,55 @@ Waiting = Callable[[], AbstractContextManager[Any]]
 
 
 class Called(Protocol):
-    """A call of a tool (`dialects.Call`)."""
+    """Interface of a tool call (implemented by `dialects.Call`)."""
 
     @property
     def name(self) -> str:
-        """Name of the tool."""
+        """Name of the called tool."""
         ...
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments as the model gave them, not checked."""
+        """Arguments as the model wrote them, not yet checked."""
         ...
 
 
 class Said(Protocol):
-    """Content of a reply (`dialects.Parsed`)."""
+    """Interface of a parsed reply of the model (implemented by `dialects.Parsed`)."""
 
     @property
     def calls(self) -> Sequence[Called]:
-        """Calls of tools."""
+        """The tool calls in the reply."""
         ...
 
     @property
     def final(self) -> str | None:
-        """Final answer; None if there is none."""
+        """The final answer; None if the reply has none."""
         ...
 
     @property
     def malformed(self) -> str | None:
-        """Error in a call; None if there is none."""
+        """Error in a malformed tool call; None if there is none."""
         ...
 
 
 @dataclass
 class Environment:
-    """The other side of one conversation. `respond` answers each turn, until it returns None."""
+    """The environment of one conversation. `respond` answers each of the model's replies, until it returns None."""
 
     toolbox: Toolbox
     sessions: dict[str, Any] = field(default_factory=dict)
-    """State of the tools that the conversation has called."""
+    """State of each tool that the conversation has called, by name."""
     seconds: float = 0.0
-    """Seconds that the tools of the last answer took."""
+    """Seconds that the tools needed for the last answer."""
     waiting: Waiting = nullcontext
-    """Context manager around waits, which do not count for the conversation's time limit."""
+    """Context manager to use around waits that do not count toward the conversation's time limit."""
 
     async def respond(self, turn: Said) -> list[Mapping[str, Any]] | None:
         """Return the messages that answer a reply, or None if the conversation has ended. Errors: ToolLost.
 
-        This class answers with results of calls, or with the error of a malformed call; a final answer ends the conversation.
+        This class answers with the results of tool calls, or with the error of a malformed call. A final answer ends the
+        conversation.
         """
         if turn.malformed is not None:
             return [{"role": "tool", "content": f"Error: {turn.malformed}"}]
@@ -106,11 +107,14 @@ class Environment:
             return shorten(f"Error: {error}", self.toolbox.config.max_tool_response)
 
     def reward_parts(self) -> dict[str, float]:
-        """Return reward parts that the environment knows. If these are all parts of a task, it does not score the answer."""
+        """Return the reward parts that the environment knows.
+
+        If they include all parts of the task, the task does not score.
+        """
         return {}
 
     async def close(self) -> None:
-        """End the state of the conversation."""
+        """Discard the conversation's state."""
         await self.toolbox.end(self.sessions)
 
 
@@ -123,7 +127,7 @@ TOOLS: dict[str, type[Tool]] = {"calculator": Calculator, "python": PythonTool, 
 
 
 def make_tool(name: str, options: dict[str, Any]) -> Tool:
-    """Return the tool that agent.tools names: built in, a class of the user's, or a function. Errors: UserError."""
+    """Return the tool that agent.tools names: a built-in one, or the user's own class or function. Errors: UserError."""
     found = resolve("tool", name, TOOLS, "agent.tools")
     if not inspect.isclass(found):
         if options:
@@ -143,14 +147,17 @@ class _Held:
     state: Any
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     over: bool = False
-    """True if a call has failed through no fault of the model; no further call is started."""
+    """True if a call has failed for a reason outside the model. No further call is then started."""
 
 
 class Toolbox:
-    """All tools by name, with their limits. The run's thread calls `open` and `close`; the rest runs in its event loop."""
+    """All tools by name, with their limits.
+
+    The run's thread calls `open` and `close`; the tools run in the toolbox's event loop.
+    """
 
     def __init__(self, config: AgentConfig, more: Sequence[Tool] = ()) -> None:
-        """more: tools of the task. Errors: UserError for wrong names or options."""
+        """more: the task's own tools. Errors: UserError for wrong names or options."""
         self.config = config
         if unknown := set(config.tool_options) - set(config.tools):
             name = min(unknown)
@@ -163,7 +170,7 @@ class Toolbox:
         self._servers: list[Any] = []
 
     def open(self) -> None:
-        """Open all tools. Errors: UserError that names the tool that fails, and the remedy."""
+        """Open all tools. Errors: UserError naming the tool that fails, and the remedy."""
         try:
             self.loop.run(self._open())
         except ToolLost as error:
@@ -188,7 +195,7 @@ class Toolbox:
             await tool.open()
 
     def close(self) -> None:
-        """Close all tools and the loop."""
+        """Close all tools and the event loop."""
 
         async def close_all() -> None:
             for thing in [*self.tools.values(), *self._servers]:
@@ -204,17 +211,17 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in the form of chat templates."""
+        """The tools in the format of chat templates."""
         return [tool.schema for tool in self.tools.values()]
 
     async def call(
         self, name: str, arguments: dict[str, Any], sessions: dict[str, Any], waiting: Waiting = nullcontext
     ) -> str:
-        """Return the observation of a call. sessions: the conversation's state of each tool, by name, filled by this method.
+        """Return the text that answers a call. sessions: {name: state of the tool in this conversation}, filled by this method.
 
-        waiting: context manager around the wait for calls of other conversations.
+        waiting: context manager to use around the wait for a free slot, while calls of other conversations run.
 
-        Errors: ToolError if the call is the model's fault; ToolLost if the tool fails.
+        Errors: ToolError if the model causes the failure; ToolLost if the tool fails.
         """
         tool = self.tools.get(name)
         if tool is None:
@@ -238,7 +245,7 @@ class Toolbox:
                 self._free.release()
 
     async def _answer(self, tool: Tool, arguments: dict[str, Any], state: Any) -> str:
-        """Call a tool within its time limit; the tool's own errors are not the model's fault.
+        """Call a tool within its time limit. An exception inside the tool does not count as the model's error.
 
         Errors: ToolError, ToolLost.
         """
@@ -254,7 +261,7 @@ class Toolbox:
             raise ToolLost(f"tool {tool.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
     async def end(self, sessions: dict[str, Any]) -> None:
-        """End the conversation's state of each tool."""
+        """Discard the conversation's state of each tool."""
         for name, held in sessions.items():
             try:
                 await self.tools[name].end(held.state)

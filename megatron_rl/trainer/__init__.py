@@ -1,4 +1,4 @@
-"""The Megatron-Core side: parallel state, packing, pipelined forward-backward passes, optimizer, checkpoints."""
+"""Training with Megatron-Core: parallel state, packing, pipelined forward-backward passes, optimizer, checkpoints."""
 
 from megatron_rl.platform import activate
 

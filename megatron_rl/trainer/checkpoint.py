@@ -1,7 +1,7 @@
 """Checkpoints in Megatron's dist_checkpointing format. A checkpoint folder has its final name only when it is complete.
 
-A checkpoint holds model, optimizer, scheduler, random states, data position and step. It can be loaded on any other parallel
-layout. The files are written to `step_N.tmp` with a SHA-256 manifest, and the folder is renamed when all ranks are done, also
+A checkpoint holds model, optimizer, scheduler, random states, data position and step. A run with any other parallel layout can
+load it. The files are written to `step_N.tmp` with a SHA-256 manifest. The folder is renamed when all ranks have finished, also
 after a background write. So a crash while saving never damages an older checkpoint. Loading checks the files against the
 manifest, and an error names each file that does not match.
 """
@@ -69,7 +69,7 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk's state; for a model with adapters, without its frozen weights, which the model folder has."""
+    """Return a model chunk's state. With adapters, leave out the frozen weights, because the model folder contains them."""
     if not trainer.model.lora.rank:
         return state
     endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
@@ -122,7 +122,10 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
 
 
 def _scales_layout(trainer: Trainer) -> dict[str, int]:
-    """Return the layout to which delayed FP8 scales belong (each process has its layers' scales); empty without such scales."""
+    """Return the parallel layout of the saved FP8 scales; empty without delayed scaling.
+
+    Each process saves the scales of its own layers, so they fit only this layout.
+    """
     if trainer.model.recipe.fp8_recipe != "delayed":
         return {}
     parallel = trainer.config.parallel
@@ -135,7 +138,7 @@ def _with_reference(trainer: Trainer) -> list[GPTModel]:
 
 
 def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedState]:
-    """Return the states of the distributed optimizers and put them into `state`; empty without distributed optimizers."""
+    """Put the distributed optimizers' state into `state`, and return its parts; empty without distributed optimizers."""
     if not trainer.config.parallel.distributed_optimizer:
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
@@ -156,7 +159,7 @@ def _companions(trainer: Trainer) -> dict[str, Trainer]:
 def _with_companions(
     trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
-    """Return the state of all models that train and the parts of their optimizers, by companion ('' for the trainer)."""
+    """Return the states of all trained models, and their optimizers' parts by companion name ('' is the trainer itself)."""
     state = _state(trainer, ranks, loading=loading, with_random=with_random)
     parts = {"": _distributed_state(trainer, state)}
     for name, companion in _companions(trainer).items():
@@ -170,7 +173,7 @@ def _with_companions(
 class Save:
     """A checkpoint that is being written. All ranks create one and call `finish`, which gives the folder its final name.
 
-    background: write the files while training goes on, from a copy of the state on the host.
+    background: copy the state to host memory and write the files from there, while training goes on.
     Errors: UserError if the disk is full or the folder cannot be written. Older checkpoints stay untouched.
     """
 
@@ -188,8 +191,8 @@ class Save:
     ) -> None:
         """Start to write the checkpoint of `step`.
 
-        extra: small picklable state, the same on all ranks. keep: number of newest checkpoints to keep, besides the steps in
-        `best`.
+        extra: small picklable state, the same on all ranks. keep: number of newest checkpoints to keep. best: steps whose
+        checkpoints are kept in addition.
         """
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
@@ -226,7 +229,7 @@ class Save:
     def finish(self, timeout_s: float = 0.0) -> Path:
         """Wait until the files are written, then give the folder its final name. All ranks call this method.
 
-        Errors: UserError, also if the files are not written within timeout_s seconds.
+        Errors: UserError if a file cannot be written, or if the files are not written within timeout_s seconds.
         """
         deadline = time.monotonic() + timeout_s
         while not self.written():
@@ -258,7 +261,10 @@ class Save:
                 _remove(old)
 
     def _attempt(self, everywhere: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
-        """Do `work` on the ranks that `everywhere` selects. After an error, remove the folder: it may have filled the disk."""
+        """Run `work` on the ranks that `everywhere` selects.
+
+        After an error, remove the incomplete checkpoint: it may fill the disk.
+        """
 
         def named() -> T:
             try:
@@ -288,7 +294,7 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
 
 
 def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
-    """Restore everything from a checkpoint and return {'step', 'extra'}. All ranks call this function.
+    """Restore the trainer from a checkpoint and return {'step', 'extra'}. All ranks call this function.
 
     Errors: UserError that names the damaged file or the missing tensor.
     """
@@ -409,7 +415,7 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Return the part of a checkpoint that is the same on all ranks. Errors: UserError, also for a missing key."""
+    """Return the data of a checkpoint that is the same for all ranks. Errors: UserError, also for a missing key."""
     try:
         with untrusted():
             run = dist_checkpointing.load_common_state_dict(str(path))["run"]
@@ -431,10 +437,11 @@ def _require(path: Path, part: str, found: Collection[str], names: Iterable[str]
 
 
 def _prepare_optimizers(trainer: Trainer) -> None:
-    """Create the tensors to load into in the distributed optimizers, with the parameter groups of the current layout.
+    """Create the distributed optimizers' state tensors before loading, with the parameter groups of the current layout.
 
-    Expert parallelism has parameter groups and an optimizer of its own, so the groups of the checkpoint may not fit. They
-    hold no other information: learning rates come from the scheduler, and every update advances the scheduler by one.
+    Parameter groups depend on the parallel layout: expert parallelism adds groups and a separate optimizer. So the groups in
+    the checkpoint may not fit and are not loaded. No information is lost: the scheduler provides learning rates and step
+    counts.
     """
     if not trainer.config.parallel.distributed_optimizer:
         return
@@ -458,13 +465,13 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _largest(ranks: Ranks, mine: dict[str, int]) -> dict[str, int]:
-    """Return the largest of each number over the ranks. A pipeline stage may lack a number that a hook counts."""
+    """Return, for each name, the largest number over all ranks. A pipeline stage may lack a number that a hook counts."""
     parts = ranks.gather(mine)
     return {name: max(part[name] for part in parts if name in part) for name in {n for part in parts for n in part}}
 
 
 def _leave_out(state: dict[str, Any], hooks: Iterable[UpdateHook]) -> None:
-    """Remove these hooks from the state to load, because the checkpoint has none for them. The hooks keep their state."""
+    """Remove from the state to load everything that belongs to these hooks. The checkpoint has no state for them."""
     for hook in hooks:
         state.pop(hook.name, None)
         for part in (value for key, value in state.items() if key.startswith("model") and hook.parameters):
@@ -490,7 +497,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Call fsync on all files, so that a power cut after the rename loses no data."""
+    """Call fsync on the folder and all its files, so that a power cut after the rename loses no data."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

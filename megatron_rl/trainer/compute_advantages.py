@@ -25,9 +25,9 @@ from megatron_rl.trainer.critic import Critic, everywhere
 from megatron_rl.trainer.trainer import Trainer
 
 SUPERVISED = {"grpo": True, "dr_grpo": False}
-"""Response-level advantages to which step advantages are added; True if step advantages are divided by their deviation."""
+"""Response-level advantages that can be combined with step advantages. True: step advantages are divided by their deviation."""
 OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)
-"""Advantages that can use rewards of steps."""
+"""Advantages that can use rewards of single steps of a response (process rewards)."""
 
 
 def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -47,12 +47,12 @@ def _mean_and_std(count: float, total: float, squares: float) -> dict[str, float
 class Advantages:
     """Computes the advantages of a run's tokens. Its methods are collective.
 
-    Response advantages are computed before the responses are split over the ranks, on the leader that requested them. Token
-    advantages are computed after the passes that they need.
+    Response advantages are computed on the leader process that requested the responses, before the responses are distributed
+    over the ranks. Token advantages are computed later, after the forward passes that provide their inputs.
     """
 
     def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
-        """Create it. trainer: of the policy, whose log-probs may enter token rewards. critic: of gae."""
+        """Create it. trainer: trainer of the policy, whose log-probs may enter token rewards. critic: critic for `gae`."""
         self._trainer, self._critic = trainer, critic
         self._bootstraps = config.bootstraps_truncated
         self._config = algorithm = config.algorithm
@@ -62,19 +62,19 @@ class Advantages:
         )
         """True if tokens get rewards in addition to the rewards of responses."""
         self._estimate = self._group_estimator()
-        """Function from rewards to response advantages within groups; None if token rewards have to be computed first."""
+        """Function that computes response advantages from rewards and groups; None if token rewards must come first."""
         self._process = config.process_rewards
         self._process_weight = config.data.rewards.get(self._process or "", 1.0)
         self._timeout_s = config.rewards.timeout_s
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self.returns: list[Tensor] = []
-        """Targets [L] of the critic for each update's labels; empty if advantages are not computed along tokens."""
+        """Targets [L] of the critic, a tensor for each update; empty if no advantages are computed token by token."""
         self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         self._measured: Metrics = {}
 
     def compute_group_advantages(self, trajectories: list[Trajectory]) -> None:
-        """Give each of this leader's trajectories its advantage within its group, which may extend over several leaders.
+        """Set the advantage of each of this leader's trajectories within its group. A group may extend over several leaders.
 
         Masked trajectories get advantage 0 and do not enter the baseline of the others. If token rewards have to be computed
         first, this method sets no advantages.
@@ -106,7 +106,7 @@ class Advantages:
     def _over_groups(
         self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
     ) -> list[float]:
-        """Return the estimator's results for this leader's rewards, computed over the rewards of all leaders."""
+        """Return the estimator's results for this leader's rewards. The estimator sees the rewards of all leaders."""
         ranks = self._trainer.ranks
         mine = [(t.group_id, reward) for t, reward in zip(judged, rewards, strict=True)]
         parts = ranks.gather_from_leaders(mine)
@@ -118,10 +118,10 @@ class Advantages:
     def compute_token_advantages(
         self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
     ) -> None:
-        """Set the advantages of each update's batches, if they are more than the response advantages.
+        """Set the token advantages in each update's batches, unless they are just the response advantages.
 
-        rollout: this rank's trajectories of each update, from which the batches were packed. The fields that the advantages
-        need are computed already.
+        rollout: this rank's trajectories of each update, from which the batches were packed. Fields that the advantages need
+        (such as log-probs) must be computed before.
         """
         labels = [Labels(trajectories) for trajectories in rollout]
         made = self._of_tokens or self._shaped or self._whitens or self._teacher or self._process
@@ -150,11 +150,11 @@ class Advantages:
             of_update.give(batches, "advantages", values.clamp(-self._limit, self._limit))
 
     def metrics(self) -> Metrics:
-        """Return the metrics of the advantages in this step."""
+        """Return the metrics of this step's advantages."""
         return self._measured
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
-        """Return advantage/* over all counted tokens of the step, after the limit. found: advantages before the limit."""
+        """Return the metrics advantage/* of the clipped advantages over all counted tokens. found: advantages, unclipped."""
         if not self._trainer.ranks.is_leader:  # other processes of the copy have the same sequences
             return {}
         mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()
@@ -170,7 +170,7 @@ class Advantages:
         return measured
 
     def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
-        """Return token rewards [L]: minus the KL to the reference, an entropy reward, and rewards of steps."""
+        """Return the rewards of single tokens, [L]: minus the KL to the reference, an entropy reward, and step rewards."""
         if not self._shaped:
             return self._of_steps(labels)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
@@ -181,13 +181,13 @@ class Advantages:
         return torch.where(counts, rewards, 0.0) + self._of_steps(labels)
 
     def _of_steps(self, labels: Labels) -> Tensor:
-        """Return the rewards of the last tokens of steps, [L]; zeros unless advantages are computed along tokens."""
+        """Return the step rewards, [L], each at its step's last token; zeros if advantages are not computed token by token."""
         if not (self._process and self._of_tokens):
             return torch.zeros(labels.count)
         return self._process_weight * labels.of("step_scores").nan_to_num(nan=0.0)
 
     def _along_steps(self, rollout: Sequence[list[Trajectory]]) -> list[Tensor]:
-        """Return what the steps of each update's responses add to token advantages, [L]; groups extend over all ranks."""
+        """Return, for each update, the step advantages to add to the tokens, [L]. A group may extend over several ranks."""
         trajectories = [t for of_update in rollout for t in of_update]
         ends = [np.flatnonzero(~np.isnan(t["step_scores"])) for t in trajectories]
         mine = [(t.group_id, t["step_scores"][places].tolist()) for t, places in zip(trajectories, ends, strict=True)]
@@ -209,7 +209,7 @@ class Advantages:
         return [torch.cat([torch.zeros(0), *islice(following, len(of_update))]) for of_update in rollout]
 
     def _taught(self, settings: DistillationConfig, labels: Labels, batches: list[Batch]) -> Tensor:
-        """Return the teacher's part of token advantages, [L]: how much likelier each token is under the teacher."""
+        """Return the teacher's contribution to token advantages, [L]: positive if the teacher finds a token more likely."""
         if settings.placement == "loss":
             return torch.zeros(labels.count)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
@@ -223,7 +223,7 @@ class Advantages:
     def _along_tokens(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
     ) -> list[Tensor]:
-        """Return generalized advantages of each update, [L]. Without a critic, values are 0 and lambda is 1."""
+        """Return the generalized advantages [L] of each update. Without a critic, values are 0 and lambda is 1."""
         scored = self._critic.score(rollout) if self._critic else [None] * len(rollout)
         found, self.returns = [], []
         for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
@@ -245,7 +245,7 @@ class Advantages:
         return found
 
     def _final(self, trajectory: Trajectory) -> float:
-        """Return the reward of a response's last token, minus the baseline if there is one."""
+        """Return the response's outcome reward, to be given to its last token, minus the baseline if there is one."""
         if self._estimate is None or not trajectory.response_length:
             return trajectory.outcome_reward
         return float(trajectory["advantages"][0])
@@ -253,7 +253,10 @@ class Advantages:
     def _along_responses(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
     ) -> list[Tensor]:
-        """Return response advantages for each label, [L], from the response rewards plus the sums of token rewards."""
+        """Return, for each update, the response advantage at each label, [L].
+
+        With token rewards, a response's reward is its outcome reward plus the sum of its token rewards.
+        """
         if not self._shaped:
             return [of_update.of("advantages") for of_update in labels]
         trajectories = [t for of_update in rollout for t in of_update]
@@ -276,7 +279,7 @@ class Advantages:
         return found
 
     def _check_whole(self, trajectories: list[Trajectory]) -> None:
-        """Raise UserError for a response of several sequences: its token rewards may be on different processes."""
+        """Raise UserError if a response has several sequences, because they may be on different processes."""
         if parts := [t for t in trajectories if t.part]:
             kl = self._config.kl.placement == "reward" and self._config.kl.coefficient > 0
             key, remedy = (
@@ -290,7 +293,7 @@ class Advantages:
             )
 
     def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-        """Normalize advantages to mean 0 and deviation 1 over the counted tokens of all ranks and updates."""
+        """Normalize advantages to mean 0 and standard deviation 1 over the counted tokens of all ranks and updates."""
         whitened = advantages.batch_normalized(torch.cat(found), torch.cat(masks), self._everyones)
         return list(whitened.split([len(part) for part in found]))
 

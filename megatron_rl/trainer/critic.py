@@ -19,7 +19,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class StateValues:
-    """Values of the states of some sequences, on the host."""
+    """State values of some sequences, in host memory."""
 
     before: Tensor
     """Values of the states before each label, [L]; the sequences are concatenated."""
@@ -31,13 +31,13 @@ class Critic:
     """Computes the values of a step's sequences and learns from their returns. All methods are collective."""
 
     def __init__(self, trainer: Trainer, clip: float | None) -> None:
-        """Create the critic. trainer: of a model with a value head; clip: see `losses.value_terms`."""
+        """Create the critic. trainer: trainer of a model with a value head. clip: see `losses.value_terms`."""
         self.trainer, self._objective = trainer, CriticLoss(clip)
         self._passes: list[tuple[Labels, list[Batch]]] = []
         self._measured: list[Metrics] = []
 
     def score(self, rollout: Items[Items[Sequence]]) -> list[StateValues]:
-        """Return the state values of this rank's sequences for each update, under the current weights."""
+        """Compute the state values of this rank's sequences with the current weights; return one entry per update."""
         self._passes, self._measured, found = [], [], []
         for sequences in rollout:
             closed = [with_last_state(sequence) for sequence in sequences]
@@ -52,7 +52,7 @@ class Critic:
         return found
 
     def update(self, index: int, returns: Tensor) -> None:
-        """Learn the returns [L] of the labels of update `index`."""
+        """Train the critic on the targets `returns` [L] of update `index`."""
         labels, batches = self._passes[index]
         padded = returns.new_zeros(labels.count)
         padded[~labels.ends()] = returns
@@ -61,12 +61,15 @@ class Critic:
         self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})
 
     def metrics(self) -> Metrics:
-        """Return the metrics of this step's updates over all ranks; empty on every rank except 0."""
+        """Return the metrics of this step's critic updates, merged over the ranks; empty on every rank except 0."""
         return merge(self._measured) if self.trainer.ranks.rank == 0 else {}
 
 
 def everywhere(trainer: Trainer, labels: Labels, batches: Items[Batch], name: str) -> Tensor:
-    """Return a computed field, [L] fp32 on the host, on every process of the model's copy; only the last stage computes it."""
+    """Return a computed field, [L] fp32 in host memory, on every process of the model's copy.
+
+    Only the last pipeline stage has computed the field.
+    """
     reports = trainer.reports
     found = labels.collect(batches, [batch.fields.get(name) if reports else None for batch in batches])
     dist.all_reduce(found, group=trainer.ranks.copy_group)  # context-parallel ranks have different labels

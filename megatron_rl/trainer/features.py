@@ -1,9 +1,9 @@
-"""Feature distillation: pull outputs of the model's decoder layers towards outputs of a teacher's layers.
+"""Feature distillation: trains outputs of the model's decoder layers to match outputs of a teacher's layers.
 
-A teacher pass records the outputs of the teacher's layers. A pass of the model compares them with its own layers' outputs,
-and the loss enters the backward there. The losses are the same as in nvidia-modelopt's Megatron plugin
-(`modelopt.torch.distill.plugins.megatron`). Its wrapper is not used, because it runs the teacher within the model's forward,
-with logits over the whole vocabulary.
+A forward pass of the teacher records the outputs of the teacher's layers. The model's forward pass compares them with its own
+layers' outputs, and adds the gradient of the loss to the backward pass. The losses are the same as in nvidia-modelopt's
+Megatron plugin (`modelopt.torch.distill.plugins.megatron`). The plugin's wrapper is not used, because it runs the teacher
+within the model's forward pass, with logits over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_rl.metrics.reduce import Metrics, ratio
 from megatron_rl.models.packed import LayerOutputs
 
 FEATURES = "distillation/features"
-"""Name of a metric: feature loss, summed over the pairs of layers and averaged over the counted tokens."""
+"""Name of the metric of the feature loss, summed over the pairs of layers and averaged over the counted tokens."""
 
 
 @dataclass
 class RecordedLayers:
-    """Keeps the outputs of a teacher's layers at some rows of a micro-batch."""
+    """Stores the outputs of some teacher layers at some rows of a micro-batch."""
 
     rows: Tensor
     """Indices of the rows to keep on this process, [n]."""
     layers: frozenset[int]
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    """Outputs by layer, [n, hidden] each."""
+    """Output of each stored layer, [n, hidden]."""
 
     def see(self, layer: int, hidden: Tensor) -> Tensor:
-        """Keep the output of one of `layers`; return `hidden` unchanged."""
+        """Store the output if the layer is one of `layers`; return `hidden` unchanged."""
         if layer in self.layers:
             self.outputs[layer] = hidden.detach()[self.rows, 0]
         return hidden
@@ -51,12 +51,12 @@ class DrawnLayers:
 
     rows: Tensor
     targets: Mapping[int, Tensor]
-    """Outputs by layer of the teacher, [n, hidden] each."""
+    """Output of each teacher layer, [n, hidden]."""
     settings: DistillationConfig
     _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def see(self, layer: int, hidden: Tensor) -> Tensor:
-        """Add the loss of this layer's pairs to the backward."""
+        """Add the loss of this layer's pairs (model layer, teacher layer) to the backward pass; return `hidden`."""
         for pair in self.settings.feature_layers:
             if pair[0] == layer:
                 own, target = hidden[self.rows, 0].float(), self.targets[pair[1]].float()
@@ -73,26 +73,26 @@ class DrawnLayers:
 
 
 def squared_error(own: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared difference of features [n, hidden], [n]."""
+    """Return the mean squared difference of features [n, hidden], one value per token [n]."""
     return mse_loss(own, target, reduction="none").mean(-1)
 
 
 def cosine_distance(own: Tensor, target: Tensor) -> Tensor:
-    """Return 1 - cosine of the angle between features [n, hidden], [n]."""
+    """Return 1 - the cosine of the angle between features [n, hidden], one value per token [n]."""
     return 1 - cosine_similarity(own, target, dim=-1)
 
 
 FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squared_error, "cosine": cosine_distance}
-"""Loss functions by distillation.feature_loss; each returns the losses of n tokens."""
+"""Loss functions by the value of distillation.feature_loss. Each returns the losses of n tokens."""
 
 
 def own_rows(mask: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Return the indices of counted rows in this process's layer outputs. mask: [T] labels of this context rank."""
+    """Return the row indices of counted tokens in this process's layer outputs. mask: [T], of this context-parallel rank."""
     return own_part(mask, sequence_parallel=sequence_parallel).nonzero()[:, 0]
 
 
 def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Return the rows that this process's layers hold. values: [T] of a micro-batch on this context rank."""
+    """Return the entries for the rows that this process's layers hold. values: [T] of a context-parallel rank's micro-batch."""
     if not sequence_parallel:
         return values
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -101,7 +101,7 @@ def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
 
 @contextmanager
 def watched_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Let each decoder layer pass its output to `features` of the current micro-batch inside the block."""
+    """Within the block, let each decoder layer pass its output to the observer `features` of the current micro-batch."""
 
     def show(layer: torch.nn.Module, args: tuple, named: dict[str, Any], output: tuple[Tensor, ...]) -> tuple:
         watcher: LayerOutputs | None = named["packed_seq_params"].features

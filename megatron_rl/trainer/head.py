@@ -20,7 +20,7 @@ from megatron_rl.ops.token_terms import label_over_mean
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The loss's request to the head. GPTModel.forward passes it on as `output_processor_context`."""
+    """Request of the loss to the model's head. GPTModel.forward passes it on as `output_processor_context`."""
 
     labels: torch.Tensor
     """Labels, [T] int64; -100 for rows without a label, which the head leaves out."""
@@ -28,31 +28,32 @@ class HeadRequest:
     """Indices of the rows with a label, [n] int64."""
     temperature: float
     log_rho: float | None
-    """Logarithm of the safe set's rho; None without vocabulary pruning."""
+    """Logarithm of the safe set's threshold rho; None without vocabulary pruning."""
     kept: KeptTokens | None
-    """Tokens that the truncating sampler kept."""
+    """Tokens that the rollout's truncating sampler (such as top-p) kept; None without truncation."""
     with_entropy: bool
     vocab_size: int
-    """Vocabulary size of the model. Further columns are Megatron's padding and are left out of every softmax."""
+    """Vocabulary size of the model. Logits beyond it are Megatron's padding and are left out of every softmax."""
     chunk_tokens: int
     token_loss: TokenLoss | None
-    """Loss of some tokens, if the loss is a sum over tokens: the head then computes gradients during the forward."""
+    """Loss of some tokens. If given, the loss is a sum over tokens, and the head computes gradients during the forward pass."""
     late: LateChecks
-    """Collector of errors, which are raised after the passes of all micro-batches."""
+    """Collector of errors, which are raised after the forward passes of all micro-batches."""
     fp32_logits: bool = False
     identical: bool = False
     """True: log-probs equal, bit for bit, the log-probs of an engine with the same operators (precision.identical)."""
     teacher: TeacherHead | RecordedTeacher | None = None
     smooths: bool = False
-    """True: also compute the label's logit minus the mean logit, for label smoothing: full vocabulary, temperature 1."""
+    """True: also compute the label's logit minus the mean logit, for label smoothing. It needs the full vocabulary and
+    temperature 1."""
 
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Inputs for the divergence from a teacher."""
+    """Inputs for the divergence from a teacher model."""
 
     hidden: torch.Tensor
-    """Hidden states of the teacher at the rows with a label, [n, dt]."""
+    """Hidden states of the teacher at the rows with a label, [n, dt] (dt: hidden size of the teacher)."""
     weight: torch.Tensor
     """Weight of the teacher's head, [V / tp, dt]."""
     settings: DistillationConfig
@@ -61,12 +62,12 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class RecordedTeacher:
-    """Inputs for the divergence from a teacher whose log-probs of its likeliest tokens were recorded."""
+    """Inputs for the divergence from a teacher whose top log-probs were recorded."""
 
     token_ids: torch.Tensor
     """Recorded tokens at the rows with a label, [n, k] int32; -1 for none."""
     log_probs: torch.Tensor
-    """Log-probs of the recorded tokens, [n, k] fp32."""
+    """The teacher's log-probs of these tokens, [n, k] fp32."""
     settings: DistillationConfig
     vocab_size: int
 
@@ -132,7 +133,7 @@ def log_prob_head(
 def _distance(
     context: HeadRequest, teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return the divergence from the teacher over the tokens of both vocabularies, [n]."""
+    """Return the divergence from the teacher, [n], over the tokens that both vocabularies contain."""
     rows = min(len(weight), len(teacher.weight))  # with the same tokenizer, the tables differ in unused rows only
     return linear_kl(
         hidden,
@@ -152,7 +153,7 @@ def _distance(
 def _recorded_distance(
     context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return the divergence over the recorded tokens plus one class for all other tokens, [n]."""
+    """Return the divergence from the teacher, [n]. Its classes are the recorded tokens, plus one class for all others."""
     assert teacher.settings.direction != "jensen_shannon"  # checks/key_rules.py refuses it
     return linear_topk_kl(
         hidden,
@@ -175,7 +176,7 @@ def hidden_head(
     output_weight: object = None,
     **_: object,
 ) -> torch.Tensor:
-    """Return the hidden states of the rows `context`, [n, H], from [T / tp, 1, H] (a teacher's `output_processor`)."""
+    """Return the hidden states [n, H] of the rows in `context`, from [T / tp, 1, H]. Used as a teacher's `output_processor`."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         hidden_states = gather_from_sequence_parallel_region(hidden_states)
     return hidden_states.squeeze(1)[context]

@@ -18,30 +18,31 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
 
 Stage = Literal["log_probs", "update"]
-"""Type of a pass: of the old policy before the first update of a rollout batch, or the forward-backward of an update."""
+"""Type of a forward pass: "log_probs" computes the old policy's log-probs before the updates of a rollout batch. "update" is
+the forward-backward pass of an update."""
 
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Position of a pass in the work on a rollout batch."""
+    """Context of a forward pass: its update, and the micro-batches of the whole rollout batch."""
 
     update: int = 0
     """Number of the update that the micro-batches belong to, counted over all epochs."""
     rollout: Sequence[Sequence[Batch]] = ()
     """Micro-batches of all updates that are packed so far; empty if there is only the current update."""
     again: bool = False
-    """True if a later epoch learns from these micro-batches again."""
+    """True if a later epoch trains on these micro-batches again."""
 
 
 def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, UpdateContext]]:
-    """Yield (part of the rollout batch, context) in the order of the updates; each epoch goes through all parts."""
+    """Yield (index of the update's micro-batches, context) in the order of the updates. Each epoch repeats all of them."""
     parts, updates = len(rollout), len(rollout) * epochs
     for update in range(updates):
         yield update % parts, UpdateContext(update, rollout, update + parts < updates)
 
 
 ALONE = UpdateContext()
-"""Context of a pass without a rollout batch, and of the single update of a rollout batch."""
+"""Context of a pass outside of a rollout batch, or of the only update of a rollout batch."""
 
 
 @dataclass(frozen=True)
@@ -49,58 +50,61 @@ class Step:
     """Result of one optimizer step."""
 
     done: bool
-    """False if the gradients were not finite or a hook refused the step. Then nothing has changed."""
+    """False if the gradients were not finite or a hook refused the step. A step that is not done changes nothing."""
     norm: float
     """Norm of all gradients, before clipping."""
     lr: float
     """Learning rate of the step; 0 if a hook refused it."""
     scale: float = 1.0
-    """Factor of the learning rate, from the hooks."""
+    """Factor by which the hooks scaled the learning rate."""
 
 
 class UpdateHook:
-    """Base class of a training feature; it does nothing. All processes call its methods, in the order below."""
+    """Base class of training features, whose methods do nothing. All processes call the methods, in the order below."""
 
     name: str = ""
     """Name of the hook's state in checkpoints; without a name, no state is saved."""
     reads_outputs: bool = False
     """True if the hook's observers read the outputs of experts."""
     changes_gradients: bool = False
-    """True if the hook changes gradients before they are reduced. Then the reduction cannot start during the backward."""
+    """True if the hook changes gradients before the data-parallel reduction, which then cannot overlap the backward pass."""
     parameters: str = ""
-    """Ending of the names of the parameters that the hook adds to the model."""
+    """Suffix of the names of the parameters that the hook adds to the model; empty if it adds none."""
     served: bool = False
     """True if the rollout engine also has these parameters."""
     ends_batch: bool = False
-    """Set during an update, to the same value on all processes: skip the remaining updates of the rollout batch."""
+    """True: skip the remaining updates of the rollout batch. Set during an update, to the same value on all processes."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Handle the start. The trainer's model is built and, unless the trainer only scores, its optimizer too."""
+        """Initialize the hook. The trainer's model is built and, unless the trainer only scores, its optimizer too."""
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Prepare for a pass of the policy over these micro-batches."""
+        """Prepare for a forward pass of the policy over these micro-batches."""
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return the hook's router observers for the pass of the micro-batch with these routes."""
+        """Return the hook's observers of the routers in a micro-batch's pass. table: routes of the micro-batch."""
         return []
 
     def after_backward(self) -> None:
-        """Use or change the gradients of an update before the reduction: sums of this process only."""
+        """Use or change the gradients of an update before the data-parallel reduction: sums of this process only."""
 
     def after_reduction(self) -> None:
-        """Use or change the reduced gradients of an update: means over all tokens, where the optimizer reads them."""
+        """Use or change the reduced gradients of an update: means over all tokens, in the buffers that the optimizer reads."""
 
     def after_pass(self, stage: Stage) -> None:
-        """Handle the end of a pass over all micro-batches (forward, and backward in an update); weights are unchanged."""
+        """Handle the end of a pass over all micro-batches. In an update the pass includes the backward.
+
+        The weights have not changed yet.
+        """
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def before_step(self, preview: StepPreview) -> float:
         """Return a factor for the step's learning rate, the same on all processes; 0 skips the step.
 
-        Not called if the gradients are not finite.
+        The trainer does not call this method if the gradients are not finite.
         """
         return 1.0
 
@@ -108,19 +112,19 @@ class UpdateHook:
         """Handle the end of a step, whether it was taken or skipped."""
 
     def metrics(self) -> Metrics:
-        """Return the metrics that this process measured in the update, without those of its observers."""
+        """Return the metrics that this process measured in the update. The metrics of the hook's observers are not included."""
         return {}
 
     def check(self, metrics: Metrics) -> None:
-        """Check the metrics of an update's passes over all processes. Errors: UserError, before the step is taken."""
+        """Check the metrics of an update's passes, merged over all processes. Errors: UserError, before the step is taken."""
 
     # -- between updates ----------------------------------------------------------------------------------------------
 
     def weights_pushed(self) -> None:
-        """Handle a weight push: the rollout engine has just received the current weights."""
+        """Handle a weight sync: the rollout engine has just received the current weights."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return tensors that the hook keeps on the device besides the model; they are offloaded with the trainer's memory."""
+        """Return the hook's own tensors on the device. They are offloaded to host memory together with the trainer's memory."""
         return ()
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +132,8 @@ class UpdateHook:
         return {}
 
     def progress(self) -> dict[str, int]:
-        """Return the numbers of the hook's state; a checkpoint holds the largest over all processes."""
+        """Return the numbers in the hook's state by name. A checkpoint stores each one's largest value over all processes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
-        """Restore the saved results of `state_dict` and `progress`."""
+        """Restore the hook's state from the saved results of `state_dict` and `progress`."""

@@ -1,4 +1,4 @@
-"""Coefficient of the KL to the reference: fixed, or adapted to keep the KL at a target (`algorithm.kl.target`)."""
+"""Coefficient of the KL to the reference: constant, or adapted to keep the KL at a target (`algorithm.kl.target`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KLControl:
         return self._controller.value
 
     def update(self, updates: Sequence[Update], responses: int) -> Metrics:
-        """Adapt the coefficient to the measured KL of the policy that sampled the responses; return this step's coefficient.
+        """Adapt the coefficient to the measured KL of the policy that sampled the responses. Return this step's coefficient.
 
         updates: updates of the first epoch, which contain each response once. responses: number of sampled responses.
         """
@@ -46,6 +46,6 @@ class KLControl:
         return self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the saved state; keep the config's coefficient if the saved run had no KL."""
+        """Restore the saved state. If the saved run had no KL, keep the coefficient of the config."""
         if state["value"] > 0:
             self._controller.load_state_dict(state)

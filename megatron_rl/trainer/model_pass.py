@@ -1,4 +1,4 @@
-"""Passes of the model over micro-batches, by Megatron's pipeline schedule: forward, head, objective and backward."""
+"""Forward and backward passes over micro-batches, by Megatron's pipeline schedule: model, head and objective."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_rl.trainer.objective import (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a `ModelPass`, with its entry of each of the pass's lists."""
+    """One micro-batch of a `ModelPass`. Each field is this micro-batch's entry in the `ModelPass` list of the same meaning."""
 
     index: int
     batch: Batch
@@ -48,7 +48,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """A pass of the model over micro-batches: forward and, unless `forward_only`, backward."""
+    """Inputs of a pass over micro-batches: a forward pass and, unless `forward_only`, a backward pass."""
 
     model: Model
     chunks: Items[torch.nn.Module]
@@ -73,7 +73,7 @@ class ModelPass:
         return (MicroBatch(*of_one) for of_one in zip(range(len(self.batches)), self.batches, *parts, strict=True))
 
     def that_scores(self) -> ModelPass:
-        """Return a forward pass over the same micro-batches, without observers."""
+        """Return a forward-only pass over the same micro-batches that computes log-probs or values, without observers."""
         objective = ComputeValues() if self.model.value_head else LogProbs()
         routes = [None] * len(self.batches)
         return ModelPass(self.model, self.chunks, self.batches, routes, objective, self.support)
@@ -83,7 +83,7 @@ class PassRunner:
     """Runs one pass at a time. `results` fills up while the micro-batches of a pass run."""
 
     def __init__(self, settings: ModelConfig, precision: PrecisionConfig, sequence_length: int) -> None:
-        """Create the runner. sequence_length: tokens of a micro-batch; sizes the tensors that pipeline stages exchange."""
+        """Create the runner. sequence_length: tokens of a micro-batch; it sets the size of tensors between pipeline stages."""
         self.settings = settings
         self.precision = precision
         self.sequence_length = sequence_length
@@ -93,7 +93,10 @@ class PassRunner:
         """Result of each micro-batch of the current pass; None on pipeline stages without the head; empty between passes."""
 
     def run(self, asked: ModelPass) -> list[Result | None]:
-        """Run a pass and return its results. With delayed FP8 scaling, the first pass runs a forward before to get scales."""
+        """Run a pass and return its results.
+
+        With delayed FP8 scaling, the first call runs an additional forward pass before, which measures the scales.
+        """
         if asked.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)
         if not fp8.calibrated(asked.chunks):
@@ -192,7 +195,7 @@ def _outputs(asked: ModelPass, values: torch.Tensor) -> Values | HiddenStates | 
 
 
 def _packed(mine: MicroBatch) -> PackedBatch:
-    """Return the sequence borders for attention, with the observers and the route replay of the micro-batch."""
+    """Return the sequence borders for attention, together with the micro-batch's observers and route replay."""
     batch, borders = mine.batch, mine.batch.cu_seqlens
     return PackedBatch(
         qkv_format="thd",

@@ -1,7 +1,7 @@
 """Objectives: the losses that passes over micro-batches minimize. An objective declares its needs and has no side effects.
 
-An objective maps (micro-batch, outputs of the head) to a loss, metrics and per-token values. Its `needs` tell what has to be
-computed before the updates.
+An objective maps (micro-batch, outputs of the head) to a loss, metrics and per-token values. Its `needs` are the fields that
+earlier passes compute before the updates.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HeadOutputs(NamedTuple):
     entropy: Tensor
     """Entropy; zeros if the objective does not ask for it."""
     pruned: Tensor
-    """Probability outside of the safe set; 0 without vocabulary pruning."""
+    """Probability mass outside the safe set; 0 without vocabulary pruning."""
     margin: Tensor | None = None
-    """Log of the label's probability divided by the likeliest token's probability; None if not requested."""
+    """Logarithm of (the label's probability / the likeliest token's probability); None if not requested."""
     distance: Tensor | None = None
-    """Divergence from the teacher (section distillation); zeros without a teacher, None if not requested."""
+    """Divergence from the teacher (config section `distillation`); zeros without a teacher, None if not requested."""
     above_mean: Tensor | None = None
     """Logit of the label minus the mean logit over the vocabulary; None without label smoothing."""
 
@@ -52,7 +52,7 @@ class Values(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """Output of a teacher: hidden states, from which its head computes distributions."""
+    """Output of a teacher model: hidden states, from which the teacher's head computes distributions."""
 
     hidden: Tensor
     """Hidden states at the rows that have a label, [n, hidden]."""
@@ -63,13 +63,14 @@ class Result:
     """Result of an objective on one micro-batch."""
 
     loss: Tensor
-    """Scalar sum over the micro-batch. Its gradient is divided by the sum of `counted` over the whole update."""
+    """Loss summed over the micro-batch, a scalar. Its gradient is divided by the sum of `counted` over the whole update."""
     metrics: Metrics = field(default_factory=dict)
-    """Metrics, with the same names on every micro-batch."""
+    """Metrics of the micro-batch. All micro-batches have the same names."""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token values, [T] each, without gradient, for code that analyzes the update afterwards."""
+    """Per-token values by name, [T] each, without gradient, for analysis after the update."""
     counted: Tensor | None = None
-    """Scalar that the micro-batch adds to the divisor, comparable to a number of tokens; None: its counted labels."""
+    """Contribution of the micro-batch to the loss's divisor, a scalar comparable to a number of tokens. None: the number of its
+    counted labels."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +84,28 @@ class Totals:
 
 
 class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
-    """The loss that a pass minimizes. Subclasses override `__call__`, and other members if they differ."""
+    """The loss that a pass minimizes. Subclasses override `__call__` and, where they differ, other members."""
 
     needs: frozenset[str] = frozenset()
-    """Fields (`data.sequence.FIELDS`) that passes over the batches have to compute first."""
+    """Fields (`data.sequence.FIELDS`) that earlier passes over the batches have to compute."""
     per_token = False
-    """True if the loss is a sum of one term per token (`ops.linear_log_probs` says what this saves)."""
+    """True if the loss is a sum of one term per token (`ops.linear_log_probs` describes what this saves)."""
     with_entropy = True
     """True if the head computes entropies."""
     reads_hidden = False
     """True if the objective reads hidden states instead of the head's outputs."""
     teacher: DistillationConfig | None = None
-    """Settings of the teacher from which the head computes each label's divergence; None for no divergence."""
+    """Settings of the teacher for the head's divergence at each label; None without a teacher."""
     label_smoothing: float = 0.0
-    """Share of each label that is spread over the vocabulary. If above 0, the head also returns `above_mean`."""
+    """Share of each label's target probability that is spread over the vocabulary. If above 0, the head returns
+    `above_mean`."""
 
     def for_update(self, totals: Totals) -> Self:
         """Return the objective for one update with these totals."""
         return self
 
     def divisor(self, totals: Totals) -> int:
-        """Return the sum of `Result.counted` over the update, as far as it is known before the passes: the counted labels."""
+        """Return the sum of `Result.counted` over the update, or its best estimate before the passes: the counted labels."""
         return totals.tokens
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
@@ -112,31 +114,31 @@ class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
 
 
 class LogProbs(Objective[HeadOutputs]):
-    """Objective without a loss that returns log-probs."""
+    """Objective without a loss: its pass computes log-probs."""
 
     with_entropy = False
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
-        """Return the log-probs."""
+        """Return a result with the log-probs."""
         return Result(outputs.log_probs.new_zeros(()), tokens={"log_probs": outputs.log_probs})
 
 
 class ComputeValues(Objective[Values]):
-    """Objective without a loss that returns values."""
+    """Objective without a loss: its pass computes values."""
 
     def __call__(self, batch: Batch, outputs: Values) -> Result:
-        """Return the values."""
+        """Return a result with the values."""
         return Result(outputs.values.new_zeros(()), tokens={"values": outputs.values})
 
 
 class ComputeHidden(Objective[HiddenStates]):
-    """Objective without a loss that returns hidden states."""
+    """Objective without a loss: its pass computes hidden states."""
 
     with_entropy = False
     reads_hidden = True
 
     def __call__(self, batch: Batch, outputs: HiddenStates) -> Result:
-        """Return the hidden states."""
+        """Return a result with the hidden states."""
         return Result(outputs.hidden.new_zeros(()), tokens={"hidden": outputs.hidden})
 
 
@@ -154,12 +156,12 @@ class SFT(Objective[HeadOutputs]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that have to be computed first. A recorded teacher needs none, because its data comes with the batch."""
+        """Fields that earlier passes have to compute. A recorded teacher needs none, because its data comes with the batch."""
         runs = self.teacher is not None and not self.teacher.recorded
         return frozenset({"teacher_hidden"}) if runs else frozenset()
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
-        """Return the sum over the counted labels."""
+        """Return the loss summed over the counted labels."""
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
         sums, loss = {"loss/policy": nll.detach(), "entropy": entropy}, nll
@@ -179,11 +181,11 @@ class SFT(Objective[HeadOutputs]):
 
 @dataclass(frozen=True)
 class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
-    """A loss over one or several whole sequences, given by its gradient at each label's output.
+    """A loss over whole sequences, given by its gradient at each label's output. The output is a log-prob or a value.
 
     d loss / d weights = sum over labels of (d loss / d output) x (d output / d weights). The first factor is the field
-    `loss_gradients`, computed by an earlier pass with the same weights. The second factor comes from this pass. So the loss
-    can compare sequences in any micro-batches on any ranks. The output is a log-prob or a value.
+    `loss_gradients`, which an earlier pass with the same weights computes. The second factor comes from this pass. So the loss
+    can compare sequences that are in different micro-batches or on different ranks.
     """
 
     totals: Totals = Totals(1, 1)
@@ -199,7 +201,7 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
         return totals.inputs
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
-        """Return a loss with the given gradient. The loss's own value has no meaning."""
+        """Return a loss whose gradient is the given one. The value of the loss itself has no meaning."""
         output = outputs.values if isinstance(outputs, Values) else outputs.log_probs
         terms = torch.where(batch.mask, batch["loss_gradients"] * output, torch.zeros_like(output))
         metrics = {}
@@ -212,7 +214,7 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
 
 @dataclass(frozen=True)
 class CriticLoss(Objective[Values]):
-    """PPO's value loss. Its targets are the field `returns` (`losses.value_terms`)."""
+    """PPO's value loss. Its targets are the field `returns` (see `losses.value_terms`)."""
 
     clip: float | None = None
     per_token = True
@@ -235,7 +237,7 @@ def _explained_variance(sums: object) -> float:
 
 
 def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
-    """Return the configured loss; an external plain function counts as not per token. Errors: UserError."""
+    """Return the configured loss. An external plain function is treated as not per token. Errors: UserError."""
     found = resolve("loss", config.loss, losses.POLICY_LOSSES, "algorithm.loss")
     return found if isinstance(found, losses.PolicyLoss) else losses.PolicyLoss(found, per_token=False)
 
@@ -249,15 +251,16 @@ def correction_of(correction: CorrectionConfig) -> Correction:
 class Policy(Objective[HeadOutputs]):
     """A policy loss with rollout correction, KL to the reference and entropy bonus, as configured.
 
-    The loss is sum(a x) / sum(a c) over the update. x is a token's loss term times its weight, and c is what the token counts
-    (`correction.counts`). a is 1 or, with sequence_mean, 1 / (counted tokens of the token's sequence). With sequence_sum the
-    loss is sum(x) / (sequences x a constant).
+    The loss is sum(a x) / sum(a c) over the tokens of the update. x is a token's loss term times its importance weight. c is
+    the token's contribution to the divisor (`correction.counts`). a is 1 or, with sequence_mean, 1 / (counted tokens of the
+    token's sequence). With sequence_sum the loss is sum(x) / (sequences x a constant).
 
-    Both sums are known only after the passes of all micro-batches. So the on-policy case needs no pass before, because the
-    update's own pass gives the weights.
+    Both sums are complete only after the passes of all micro-batches. So the on-policy case needs no separate pass for
+    log-probs: the update's own pass provides the importance weights.
 
-    Other losses (load balancing, router z-loss, VP2O's orthogonality) share the divisor. If dropped tokens leave the divisor,
-    these losses become larger by 1 / (share of tokens that stay) (`loss/counted`), because the share is known too late.
+    Other losses (load balancing, router z-loss, VP2O's orthogonality) are divided by the same sum. If dropped tokens leave the
+    divisor, these losses become larger by 1 / (share of tokens that stay). This share is known too late to correct for; the
+    metric `loss/counted` reports it.
     """
 
     config: Config
@@ -273,12 +276,12 @@ class Policy(Objective[HeadOutputs]):
 
     @property
     def per_token(self) -> bool:
-        """True if loss, correction and denominator depend only on a token's own log-prob."""
+        """True if loss, correction and denominator at a token depend only on the token's own log-prob."""
         return self.loss.per_token and correction_of(self.config.correction).per_token and not self._counts_kept
 
     @property
     def _counts_kept(self) -> bool:
-        """True if a sequence's mean is over its kept tokens only; the update's log-probs decide which tokens are kept."""
+        """True if a sequence's mean covers only its kept tokens. Which tokens are kept depends on the update's log-probs."""
         correction = self.config.correction
         drops = self.config.pruning.enabled or correction.mode == "mask" or correction.reject != "none"
         return (
@@ -287,24 +290,30 @@ class Policy(Objective[HeadOutputs]):
 
     @property
     def teacher(self) -> DistillationConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Teacher whose whole distributions enter the loss; None without one."""
+        """Settings of a teacher whose whole distributions enter the loss; None without such a teacher."""
         settings = self.config.distillation
         return settings if settings.teacher is not None and settings.placement == "loss" else None
 
     def divisor(self, totals: Totals) -> int:
-        """Return the counted tokens, which both means are scaled to; with sequence_sum, sequences times a constant."""
+        """Return the number of counted tokens; with sequence_sum, the number of sequences times a constant.
+
+        The loss is scaled to this divisor with both kinds of means (over tokens and over sequences).
+        """
         if self.config.algorithm.aggregation == "sequence_sum":
             return totals.sequences * self.config.rollout.max_new_tokens
         return totals.tokens
 
     @property
     def ratio_from_old(self) -> bool:
-        """True if the ratio starts from stored log-probs, not from its own (one update: ratio 1) or the engine's (bypass)."""
+        """True if the policy ratio is relative to stored old log-probs.
+
+        False if it is relative to the pass's own log-probs (a single update: ratio 1), or to the engine's (bypass).
+        """
         return ratio_from_old(self.config)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that have to be computed first."""
+        """Fields that earlier passes have to compute."""
         return policy_needs(self.config)
 
     def for_update(self, totals: Totals) -> Self:
@@ -312,7 +321,7 @@ class Policy(Objective[HeadOutputs]):
         return replace(self, totals=totals)
 
     def weights(self, batch: Batch, train_log_probs: Tensor) -> TokenWeights:
-        """Return the importance weights [T] from the engine's log-probs to the trainer's."""
+        """Return the importance weights [T] for the difference between engine and trainer log-probs."""
         log_ratios = train_log_probs - batch["rollout_log_probs"]
         return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config.correction))
 
@@ -391,7 +400,7 @@ class Policy(Objective[HeadOutputs]):
         return Result((total * weights).sum(), metrics, seen, counted)
 
     def _constant_total(self, batch: Batch, corrected: TokenWeights) -> Tensor:
-        """Return Dr. GRPO's divisor: a constant per sequence, except for sequences that the correction drops as a whole."""
+        """Return Dr. GRPO's divisor: a constant for each sequence, unless the correction drops the whole sequence."""
         correction = correction_of(self.config.correction)
         whole = correction if correction.denominator == "sampled" else replace(correction, denominator="kept_sequences")
         count = counts(corrected, batch.mask, whole)

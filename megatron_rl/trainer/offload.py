@@ -1,9 +1,9 @@
 """Moves the trainer's memory off the device while the rollout engine needs the device, and back.
 
-Storages are emptied and refilled in place. So parameters stay views of Megatron's buffers, and the distributed optimizer's
-shards stay views of parameters. Megatron's own `optimizer.offload_to_cpu` gives tensors new memory, which breaks the views of
-fp32 parameters, and of bf16 parameters that a precision-aware optimizer steps in place. Megatron's own methods empty its
-gradient buffers; gradients are not kept.
+Tensor storages are emptied and refilled in place. So parameters stay views of Megatron's buffers, and the distributed
+optimizer's shards stay views of parameters. Megatron's own `optimizer.offload_to_cpu` gives tensors new memory. This breaks the
+views of fp32 parameters, and of bf16 parameters that a precision-aware optimizer updates in place. Gradient buffers are emptied
+by Megatron's own methods, and gradients are not kept.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 2**30
-"""Size in bytes of the pieces of host memory, a power of two. torch rounds each allocation up to a power of two, so one
-allocation per storage could take almost twice the storage's size (for example, the experts of gpt-oss-20b)."""
+"""Size of a block of host memory in bytes, a power of two. torch rounds each allocation up to a power of two, so one allocation
+per storage could take almost twice the storage's size (for example, the experts of gpt-oss-20b)."""
 
 
 class HostCopy:
-    """Copy of the storages of some device tensors in (pinned) host memory. Each storage is copied once and in full."""
+    """Copy of some device tensors' storages in (pinned) host memory. Each storage is copied once and in full."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Start the copies; `release` waits for them."""
@@ -45,7 +45,7 @@ class HostCopy:
             host.copy_(there, non_blocking=True)
 
     def release(self) -> None:
-        """Free the device memory of the storages."""
+        """Free the storages' device memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         for storage, _ in self._storages:
@@ -61,7 +61,7 @@ class HostCopy:
             torch.cuda.synchronize()
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matching bytes of host and device. A storage may extend over the border between two pieces."""
+        """Yield matching byte ranges (in host memory, on the device). A storage may extend over two blocks of host memory."""
         position = 0
         for storage, size in self._storages:
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -74,13 +74,14 @@ class HostCopy:
 
 
 class Residence:
-    """State of the trainer's memory: everything is on the device, only the weights, or nothing."""
+    """State of the trainer's device memory: everything is on the device, only the weights, or nothing."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.on_device: Literal["all", "weights", "nothing"] = "all"
         self._weights: HostCopy | None = None
-        """Copy of the weights. It stays valid, because weights change only when everything is on the device."""
+        """Copy of the weights in host memory. The copy stays valid, because weights change only if everything is on the
+        device."""
         self._rest: HostCopy | None = None
 
     def require(self, what: Literal["all", "weights"]) -> None:
@@ -92,7 +93,7 @@ class Residence:
 
     @torch.no_grad()
     def leave(self, *, keep_weights: bool = False) -> None:
-        """Free the device. keep_weights: keep the weights there."""
+        """Free the device memory. keep_weights: leave the weights on the device."""
         trainer, device = self._trainer, self._trainer.ranks.device
         if self.on_device == "all":
             gather_parameters(trainer.ddp)
@@ -114,7 +115,7 @@ class Residence:
 
     @torch.no_grad()
     def come_back(self, *, weights_only: bool = False) -> None:
-        """Fill the device again. weights_only: only with the weights."""
+        """Restore the contents of the device memory. weights_only: restore only the weights."""
         if self._weights and self.on_device == "nothing":
             self._weights.restore()
             self.on_device = "weights"
@@ -136,7 +137,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _drop_quantized(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the FP8 weight copies of Transformer Engine's layers. The next pass makes new copies first."""
+    """Drop the FP8 weight copies of Transformer Engine's layers. The next forward pass makes new copies."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()

@@ -22,9 +22,10 @@ from megatron_rl.models.precision import TRAIN
 def wrap_ddp(
     parallel: ParallelConfig, gradients: str, chunks: Sequence[GPTModel], *, reduce_early: bool
 ) -> list[DistributedDataParallel]:
-    """Wrap each model chunk in Megatron's DDP: gradient buffers in fp32 or precision.gradients, reduced once a step.
+    """Wrap each model chunk in Megatron's DDP. Gradient buffers are reduced once a step.
 
-    gradients: precision.gradients. reduce_early: allow the reduction to overlap with the backward if this helps.
+    gradients: precision.gradients, the dtype of the buffers. reduce_early: allow the reduction to overlap with the backward
+    pass, if this helps.
     """
     overlap = parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
@@ -45,10 +46,10 @@ def wrap_ddp(
 
 
 def _wait_before_use(ddp: DistributedDataParallel, chunk: GPTModel) -> None:
-    """Wait for a layer's gathered weights before its forward, and for the head's weights after the last layer.
+    """Wait for a layer's gathered weights before its forward pass, and for the head's weights after the last layer.
 
-    Megatron's own hooks wait before the forward of the module that has a weight. Experts and the head use weights of modules
-    whose forward is never called.
+    Megatron's own hooks wait in the forward call of the module that owns a weight. Experts and the head need this function,
+    because their weights belong to modules whose forward is never called.
     """
 
     def wait(parameters: list[torch.nn.Parameter], *_: object) -> None:
@@ -63,7 +64,7 @@ def _wait_before_use(ddp: DistributedDataParallel, chunk: GPTModel) -> None:
 
 
 def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
-    """Finish the parameter gathers that parallel.overlap_param_gather leaves to the next forward. Collective."""
+    """Finish the parameter gathers that parallel.overlap_param_gather delays until the next forward pass. Collective."""
     for ddp in chunks:
         if ddp.ddp_config.overlap_param_gather:
             for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
@@ -117,12 +118,15 @@ def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
 
 
 def torch_optimizers(optimizer: ChainedOptimizer) -> list[torch.optim.Optimizer]:
-    """Return the inner optimizers from torch.optim: the host's, and all without Transformer Engine and Apex."""
+    """Return the inner optimizers that come from torch.optim.
+
+    These are the host's optimizers and, without Transformer Engine and Apex, all of them.
+    """
     return [one for one in inner_optimizers(optimizer) if type(one).__module__.startswith("torch.optim.")]
 
 
 def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
-    """Give each weight a zero optimizer state, as the first step would, so that a checkpoint can save it or load into it."""
+    """Create a zero optimizer state for each weight, as the first step would. A checkpoint can then save it or load into it."""
     for inner in inner_optimizers(optimizer):
         _allocate(config, inner)
     for part in optimizer.chained_optimizers:
@@ -132,7 +136,10 @@ def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> Non
 
 
 def separate_steps(optimizer: ChainedOptimizer) -> None:
-    """Give each weight its own step counter: Megatron loads one shared tensor, which every weight would then advance."""
+    """Give each weight its own step counter.
+
+    Megatron loads one tensor that all weights share. With it, the step of each weight would advance all counters.
+    """
     for inner in torch_optimizers(optimizer):
         for state in inner.state.values():
             if "step" in state:

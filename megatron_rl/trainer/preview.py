@@ -20,7 +20,7 @@ CLIP_EPS = 1e-6
 
 
 def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice] | None:
-    """Return the part of each flat parameter that this process updates; None if it updates all parameters in full."""
+    """Return the range of each flattened parameter that this process updates; None if it updates all parameters in full."""
     found: dict[torch.nn.Parameter, slice] = {}
     for part in optimizer.chained_optimizers:
         if not isinstance(part, DistributedOptimizer):
@@ -34,12 +34,12 @@ def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice]
 class StepPreview:
     """The step that `optimizer` is about to take. Its gradients are prepared (`prepare_grads`), but not clipped yet.
 
-    The inner optimizer itself steps, on copies of a few parameters and of their state. So the preview has exactly the
-    arithmetic of that optimizer, be it torch's, Transformer Engine's or Apex's.
+    The preview runs the inner optimizer itself, on copies of a few parameters and of their state. So its arithmetic is exactly
+    the optimizer's own, whether torch, Transformer Engine or Apex provides it.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, norm: float | Tensor) -> None:
-        """Create the preview. norm: of all gradients, as the optimizer returned it (same type); decides the clipping factor."""
+        """Create the preview. norm: norm of all gradients, as the optimizer returned it; it determines the clipping factor."""
         self.norm = norm
         config: Any = optimizer.config
         clip = config.clip_grad
@@ -54,7 +54,7 @@ class StepPreview:
 
     @cached_property
     def _homes(self) -> dict[int, set[torch.nn.Parameter]]:
-        """Parameters of each part of a sharded optimizer, over all processes that share the part."""
+        """Parameters of each part of a sharded optimizer, including those of the other processes that share the part."""
         return {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
 
     @cached_property
@@ -81,7 +81,7 @@ class StepPreview:
         return self._after_sharded(parameters, self._owned, lr_scale)
 
     def changes(self, parameter: torch.nn.Parameter, place: slice) -> list[Tensor]:
-        """Return views of everything that the step may change for the flat range `place` of a parameter, on this process.
+        """Return views of this process's tensors that the step may change, for the range `place` of a flattened parameter.
 
         These are the parameter itself and, if this process updates it, its fp32 weights and moments. The step count is left
         out, because Megatron has a single one for all parameters.
@@ -105,7 +105,7 @@ class StepPreview:
     def _after_sharded(
         self, parameters: Sequence[torch.nn.Parameter], owned: dict[torch.nn.Parameter, slice], lr_scale: float
     ) -> list[Tensor]:
-        """Return the weights after a step of the distributed optimizer: each process steps its part, then all are gathered."""
+        """Return the weights after a distributed optimizer's step. Each process steps its shard; shards are then gathered."""
         results: dict[int, Tensor] = {}
         for part in self._parts:
             chosen = [p for p in parameters if p in self._homes[id(part)]]
@@ -123,7 +123,7 @@ class StepPreview:
         return [results[id(p)].view_as(p).to(p.dtype) if id(p) in results else p.detach() for p in parameters]
 
     def _step(self, tensors: list[Tensor], lr_scale: float) -> dict[int, Tensor]:
-        """Return the stepped copy of each inner parameter, by the parameter's id."""
+        """Step copies of the tensors, and return {id of a tensor: its stepped copy}."""
         found: dict[int, Tensor] = {}
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
@@ -152,7 +152,7 @@ def _main_shard(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Te
 
 @contextmanager
 def scaled_lr(optimizer: ChainedOptimizer, scale: float) -> Iterator[None]:
-    """Multiply the learning rates by `scale` inside the block."""
+    """Multiply the learning rates by `scale` within the block."""
     groups = optimizer.param_groups
     before = [group["lr"] for group in groups]
     for group, lr in zip(groups, before, strict=True):

@@ -1,4 +1,4 @@
-"""Losses over whole responses or spans of them. All ranks first score everything that an update compares, then learn.
+"""Losses over whole responses or spans of them. All ranks first score everything that an update compares, then train.
 
 A *unit* is a set of labels that gets one score in the loss. Examples of a unit's score:
 
@@ -6,8 +6,8 @@ A *unit* is a set of labels that gets one score in the loss. Examples of a unit'
 - Reward model: the value after the last token of a response, or the mean of the values after all of its tokens.
 - Process reward model: the value after the last token of a step.
 
-The field `unit` gives each label the number of its unit, counted over the whole update. A loss is a function of the scores of
-all units. The gradient of the loss at a unit's score is also its gradient at each label of the unit
+The field `unit` stores the number of each label's unit, counted over the whole update. A loss is a function of the scores of
+all units. The gradient of the loss with respect to a unit's score is also its gradient at each label of the unit
 (`objective.GivenGradients`).
 """
 
@@ -39,23 +39,23 @@ from megatron_rl.trainer.trainer import Trainer, Update
 Places = Items[int] | np.ndarray
 """Positions of labels, counted from the first token of the response."""
 Mark = Callable[[Comparison, int], tuple[Sequence, list[tuple[Places, float]]]]
-"""(comparison, index of a response) -> (sequence of the response, its units as (positions of the labels, score))."""
+"""(comparison, index of a response) -> (sequence of the response, [(positions of a unit's labels, score in the data), ...])."""
 Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Metrics]]
-"""Sums of fields by name and label counts under `labels`, each [units] fp64 -> (loss, differentiable; metrics)."""
+"""{field: its sums over units, "labels": label counts of units}, each [units] fp64 -> (differentiable loss, metrics)."""
 
 
 @dataclass(frozen=True)
 class ScoredSpans:
-    """The units of an update's comparisons and what the data says about them. Tensors are [units], on the host."""
+    """Units of an update's comparisons, with their scores and margins in the data. Tensors are [units], in host memory."""
 
     sequences: list[Sequence]
     """All sequences of the update, with their units marked."""
     groups: Tensor
-    """Index of each unit's comparison, int64."""
+    """Index of the comparison that each unit belongs to, int64."""
     scores: Tensor
-    """Scores in fp64; higher is better."""
+    """Scores of the units in the data, fp64; higher is better."""
     margins: Tensor
-    """Margin by which the better response of a pair is better, fp64; NaN if the data gives none."""
+    """Margin of each unit's comparison in the data (preferred response over the other), fp64; NaN if the data has none."""
 
     @property
     def best(self) -> Tensor:
@@ -65,7 +65,7 @@ class ScoredSpans:
 
     @classmethod
     def of(cls, comparisons: Iterable[Comparison], mark: Mark) -> ScoredSpans:
-        """Build the units of the comparisons. mark: function that says where the units of each response are."""
+        """Build the units of the comparisons. mark: function that returns the units of each response."""
         sequences: list[Sequence] = []
         rows: list[tuple[int, float, float]] = []
         for group, comparison in enumerate(comparisons):
@@ -80,7 +80,7 @@ class ScoredSpans:
 
 
 def with_units(sequence: Sequence, units: Iterable[tuple[int, Places]]) -> Sequence:
-    """Return a copy of a sequence in which only the labels of `units` count. units: (number, positions of its labels)."""
+    """Return a copy of a sequence in which only the labels of `units` count in the loss. units: (number, label positions)."""
     marked = replace(sequence, fields={})
     numbers = np.full(sequence.response_length, -1)
     for number, places in units:
@@ -93,8 +93,8 @@ def with_units(sequence: Sequence, units: Iterable[tuple[int, Places]]) -> Seque
 def with_last_state(sequence: Sequence) -> Sequence:
     """Return a copy with one more label, so that the model computes a value for the state after the last token.
 
-    The value of label i belongs to the state before token i. A model never reads the last token of a sequence, it only
-    predicts that token. The copy repeats the last token, so that the model reads it. The new label has a loss mask of False.
+    The value of label i belongs to the state before token i. A model only predicts the last token of a sequence and never reads
+    it as input. The copy repeats the last token, so that the model reads it. The new label has a loss mask of False.
     """
     tokens = np.concatenate([sequence.tokens, sequence.tokens[-1:]])
     mask = np.append(sequence["loss_mask"], False)
@@ -102,10 +102,10 @@ def with_last_state(sequence: Sequence) -> Sequence:
 
 
 class UnitPasses:
-    """Passes over the sequences of one update, which are split over the ranks and packed. All methods are collective."""
+    """Forward and backward passes over an update's sequences, distributed over the ranks and packed. Methods are collective."""
 
     def __init__(self, trainer: Trainer, table: ScoredSpans) -> None:
-        """Split and pack the sequences. table: the same on every process."""
+        """Distribute and pack the sequences. table: the units of the update, the same on every process."""
         self._trainer, self._count, sequences = trainer, len(table.groups), table.sequences
         [shares] = plan_updates([s.inputs for s in sequences], updates=1, ranks=trainer.ranks.data_size)
         self.mine = [sequences[i] for i in shares[trainer.ranks.data_rank]]
@@ -114,7 +114,7 @@ class UnitPasses:
     def sums(self, *needs: str) -> dict[str, Tensor]:
         """Return the sum of each field over the labels of each unit, [units] fp64, and the label counts as `labels`.
 
-        Every process gets the same sums. needs: fields that a pass computes (`Trainer.compute_fields`).
+        Every process gets the same sums. needs: fields, which a forward pass computes (`Trainer.compute_fields`).
         """
         self._trainer.compute_fields(self.batches, frozenset(needs))
         found = torch.zeros(len(needs) + 1, self._count, dtype=torch.float64)
@@ -128,7 +128,10 @@ class UnitPasses:
         return dict(zip([*needs, "labels"], found, strict=True))
 
     def learn(self, loss: Loss, learned: str, *others: str) -> tuple[Update, Metrics]:
-        """Do one update with a loss of the sums of field `learned` and of `others`. Return (update, metrics of the loss)."""
+        """Run one update. Return (update, metrics of the loss).
+
+        The loss is a function of unit sums of the field `learned`, through which gradients flow, and of the fields `others`.
+        """
         sums = self.sums(learned, *others)
         scores = sums[learned].requires_grad_()
         value, metrics = loss(sums | {learned: scores})
@@ -138,7 +141,7 @@ class UnitPasses:
 
 
 def give_gradients(batches: Items[Batch], gradient: Tensor) -> None:
-    """Give each label of a unit the loss's gradient [units] at its score."""
+    """Set the field `loss_gradients` of each label to the loss's gradient [units] at the score of the label's unit."""
     padded = torch.cat([gradient, gradient.new_zeros(1)]).float()  # label without a unit: -1, the last entry
     for batch in batches:
         batch.fields["loss_gradients"] = padded.to(batch.labels.device)[batch["unit"].long()]
@@ -152,24 +155,24 @@ LOG_PROBS = "reference_log_probs"
 
 
 class Reference:
-    """Summed log-probs of units under the reference model, [units] fp64 on the host. The methods are collective."""
+    """Summed log-probs of units under the reference model, [units] fp64 in host memory. The methods are collective."""
 
     def __init__(self, folder: str, file: Path, ranks: Ranks, *, precision: str) -> None:
-        """Set up the reference. folder: of the model; file: keeps the precomputed scores for a run that resumes."""
+        """Set up the reference. folder: folder of the model. file: stores the scores, so that a resumed run can read them."""
         self._file, self._ranks = file, ranks
         self._model = ranks.main_does(lambda: _state_of(Path(folder))) + f" {precision}"
         self._known: dict[str, Tensor] = {}
-        """Scores by the digest of model, tokens and units (`_name`)."""
+        """Precomputed scores by the digest of model, tokens and units (`_name`)."""
 
     def __call__(self, table: ScoredSpans, passes: UnitPasses) -> Tensor:
-        """Return the scores of the table's units; if they were not precomputed, run a pass for them."""
+        """Return the scores of the table's units. If they are not precomputed, run a forward pass."""
         known = self._known.get(self._name(table)) if self._known else None
         return passes.sums(LOG_PROBS)[LOG_PROBS] if known is None else known
 
     def precompute(self, tables: Iterable[ScoredSpans], make: Callable[[], Trainer]) -> None:
-        """Score all units of a run. Units whose scores are in the file already are not scored again.
+        """Score all units of a run, and write the scores to the file. Units that the file already contains are skipped.
 
-        make: builds the model, for forward passes only. The model is freed at the end. Errors: UserError for a file that is
+        make: builds the model, for forward passes only; its memory is freed at the end. Errors: UserError if the file is
         damaged or cannot be written.
         """
         self._known = self._ranks.main_does(self._read)
@@ -208,6 +211,6 @@ class Reference:
 
 
 def _state_of(folder: Path) -> str:
-    """Return a text that changes when the folder's weights change."""
+    """Return a text that changes when the weight files in the folder change."""
     files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return f"{folder} " + " ".join(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in files)

@@ -1,9 +1,9 @@
 """State of the distributed optimizer for Megatron's dist_checkpointing, read and written in place, without gathers or copies.
 
-Each data-parallel rank holds a contiguous range of elements of a parameter's fp32 weights and moments. Megatron's own format
-for loading on any layout (`fully_reshardable`) first gathers all elements on every rank. This module instead cuts each range
-into boxes of the parameter. Each box is a view, which is written or read in place. Names and shapes in the checkpoint are
-the same as Megatron's, so each format can load the other's checkpoints.
+Each data-parallel rank holds a contiguous range of elements of a parameter's fp32 weights and moments. Megatron's own
+layout-independent format (`fully_reshardable`) first gathers all elements on every rank. This module instead cuts each range
+into rectangular boxes of the parameter. Each box is a view, which is written or read in place. Names and shapes in the
+checkpoint are the same as Megatron's, so each format can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""(first element in row-major order, offsets, sizes)"""
+"""Rectangular part of an array: (index of its first element in row-major order, offsets, sizes)."""
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Cut the elements [start, end) of a row-major array into boxes; each box, and their sequence, is in row-major order."""
+    """Cut the elements [start, end) of a row-major array into boxes. The boxes and their elements are in row-major order."""
     if not shape:
         yield 0, (), ()
         return
@@ -42,17 +42,17 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 class ShardedState:
-    """State of one DistributedOptimizer; `sharded` is the state dict that dist_checkpointing saves from or loads into.
+    """State of one DistributedOptimizer. `sharded` is the state dict that dist_checkpointing saves or fills when loading.
 
-    Errors: ValueError for a parameter that the model's sharded state dict does not have, or has in another layout.
+    Errors: ValueError if the model's sharded state dict lacks a parameter, or has it in another layout.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, model_state: ShardedStateDict, *, apart: bool = False) -> None:
         """Build the sharded state. model_state: `sharded_state_dict` of the optimizer's model chunks.
 
-        apart: True to store the parameters of each layer and expert in tensors of their own. Megatron stores the parameters of
-        all layers, and of all experts, in one tensor, which must be complete. If some layers or experts are frozen, they have
-        no state, and that tensor would have holes.
+        apart: True to store the parameters of each layer and expert in separate tensors. Megatron stores the parameters of all
+        layers, and of all experts, in one tensor, which must be complete. Frozen layers or experts have no optimizer state, so
+        this tensor would be incomplete.
         """
         self._optimizer = optimizer
         described = {
@@ -79,7 +79,7 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Hand the loaded state to the optimizer, which may hold it in another form. Call after loading into `sharded`."""
+        """Hand the loaded state to the optimizer, which may store it in another form. Call it after loading into `sharded`."""
         for parameter, tensors in self._tensors.items():
             self._optimizer._set_main_param_and_optimizer_states(parameter, tensors)
         inner = self._optimizer.optimizer
@@ -97,7 +97,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> list[tuple[ShardedTensor, int]]:
-    """Return (piece of the parameter in the checkpoint, its first element); fused gate and up projections have two."""
+    """Return (checkpoint tensor, index of its first element in the parameter); fused gate and up projections have two."""
     built = described.build() if isinstance(described, ShardedTensorFactory) else described
     found = []
     for piece in [built] if isinstance(built, ShardedTensor) else nested_values(built):
@@ -113,7 +113,10 @@ def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) 
 def _cut(
     name: str, flat: Tensor, held: Any, piece: ShardedTensor, first: int, *, apart: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of `piece`, which begins at element `first` of its parameter, from flat (held.start to held.end)."""
+    """Yield the boxes of `piece`, which begins at element `first` of its parameter.
+
+    flat: elements held.start to held.end of the parameter, which this rank holds.
+    """
     start, end = max(held.start - first, 0), min(held.end - first, math.prod(piece.local_shape))
     stacked = piece.prepend_axis_num
     place = "".join(f".{index}" for index in piece.global_offset[:stacked]) if apart else ""

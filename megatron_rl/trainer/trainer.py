@@ -41,7 +41,7 @@ from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, mak
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
 
 TEACHER = "distillation.teacher"
-"""Name of the companion that is distilled. Names of reward models have no dot, so they cannot clash with it."""
+"""Name of the teacher model among the companions. Names of reward models have no dot, so they cannot clash with it."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Update:
     metrics: Metrics
     """Metrics over all micro-batches and ranks."""
     tokens: list[Mapping[str, torch.Tensor]]
-    """Values by name of each micro-batch, [T] each (`Result.tokens`); empty on pipeline stages without the head."""
+    """Per-token values by name for each micro-batch, [T] each (`Result.tokens`); empty on pipeline stages without the head."""
     lr_scale: float = 1.0
-    """Factor of the learning rate in this step: below 1 if a hook reduced the step, 0 if a hook skipped it."""
+    """Factor of the learning rate in this step: below 1 if a hook reduced it, 0 if a hook skipped the step."""
     ends_batch: bool = False
     """True if a hook skips all later updates of the rollout batch."""
 
@@ -99,8 +99,8 @@ class Trainer:
         self._divisor = torch.ones(())
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
-        """Other models on the same ranks, such as a critic. They leave the device and return together with this model.
-        This trainer's checkpoints contain the companions that train."""
+        """Other models on the same ranks, such as a critic. They leave the device and return together with this model. This
+        trainer's checkpoints also contain the companions that are trained."""
         self.passes = PassRunner(config.model, config.precision, config.batch.tokens_per_micro_batch)
         if total_updates is not None:
             self._prepare_updates(total_updates)
@@ -118,7 +118,7 @@ class Trainer:
         self.companions |= companions
 
     def part_steps_by(self, separator: str | None) -> None:
-        """Set the step separator that is saved in the folders of a process reward model."""
+        """Set the step separator that the saved model folder of a process reward model contains."""
         self.model = replace(self.model, step_separator=separator)
 
     def watch(self, interrupt: Interrupt) -> None:
@@ -163,7 +163,7 @@ class Trainer:
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
     def pack(self, samples: Items[Sequence]) -> list[Batch]:
-        """Pack this data-parallel rank's samples into micro-batches. Every rank gets the same number of micro-batches."""
+        """Pack this data-parallel rank's samples into micro-batches. All ranks get the same number of micro-batches."""
         count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
         count = self.ranks.maximum(count)
         if self.config.parallel.virtual_pipeline > 1:  # the interleaved schedule runs rounds of `pipeline`
@@ -185,8 +185,8 @@ class Trainer:
     ) -> list[torch.Tensor | None]:
         """Run a forward pass and return log-probs [T] of each micro-batch; None on pipeline stages without the head.
 
-        chunks: chunks of a model other than the policy; hooks do not see this pass. support: sampling support of the
-        log-probs, by default the policy's. hooks: hooks to use instead of the trainer's own.
+        chunks: chunks of a model other than the policy; such a pass has no hooks. support: sampling support of the log-probs,
+        by default the policy's. hooks: hooks to use instead of the trainer's own.
         """
         hooks = [] if chunks is not None else list(self.hooks if hooks is None else hooks)
         support = support or self.support
@@ -196,14 +196,14 @@ class Trainer:
 
     @torch.no_grad()
     def compute_values(self, batches: list[Batch]) -> list[torch.Tensor | None]:
-        """Return values [T] of every position of each micro-batch, from a model with a value head. See compute_log_probs."""
+        """Return the values [T] at every position of each micro-batch. The model needs a value head. See compute_log_probs."""
         with self._observed([], batches, "log_probs", ALONE) as passes:
             results = self._run(ModelPass(self.model, self.chunks, batches, passes, ComputeValues(), self.support))
         return [result and result.tokens["values"] for result in results]
 
     @torch.no_grad()
     def teach(self, batches: list[Batch], layers: frozenset[int] = frozenset()) -> None:
-        """Run a teacher: add its last hidden states and the outputs of `layers` to the student's micro-batches."""
+        """Run this teacher. Store its last hidden states and the outputs of `layers` in the student's micro-batches."""
         kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches if layers]
         with self._observed([], batches, "log_probs", ALONE) as passes:
             results = self._run(
@@ -218,7 +218,7 @@ class Trainer:
         return own_rows(batch.mask, sequence_parallel=self.chunks[0].config.sequence_parallel)
 
     def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: UpdateContext = ALONE) -> None:
-        """Add the fields `needs` of an objective to the micro-batches, each by a forward pass (`Objective.needs`)."""
+        """Compute an objective's fields `needs` by forward passes, and add them to the micro-batches (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
         if "values" in needs:
             found["values"] = self.compute_values(batches)
@@ -297,9 +297,9 @@ class Trainer:
         return Update(metrics, tokens, step.scale, any(hook.ends_batch for hook in self.hooks))
 
     def _step(self) -> Step:
-        """Clip the gradients and step, unless no token counts, a hook refuses the step, or the norm is not finite.
+        """Clip the gradients and step. Skip the step if no token counts, the norm is not finite, or a hook refuses the step.
 
-        Megatron's own check is not used: it raises on a norm that is not finite, or steps on NaN.
+        Megatron's own check for finite norms is not used: it raises an error or steps on NaN.
         """
         if self.passes.interrupt is not None:
             self.passes.interrupt.disarm()
@@ -321,7 +321,7 @@ class Trainer:
     def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor, **options) -> None:
         """Reduce the gradients as Megatron does, and divide them by the number of counted tokens (at least 1).
 
-        num_tokens: Megatron's own count, an integer that only the last pipeline stage has (0 on the others); not used.
+        num_tokens: Megatron's own count, which this method does not use (an integer, 0 except on the last pipeline stage).
         """
         for hook in self.hooks:
             hook.after_backward()
@@ -345,7 +345,7 @@ class Trainer:
             hook.weights_pushed()
 
     def totals(self, batches: list[Batch]) -> Totals:
-        """Return the counted tokens, the sequences and all tokens of these micro-batches, over all ranks. Collective."""
+        """Return the numbers of counted tokens, sequences and all tokens in the micro-batches of all ranks. Collective."""
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
         sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
@@ -353,7 +353,7 @@ class Trainer:
         return Totals(tokens, max(1, sequences), self.ranks.total(inputs))  # if all sequences are masked, 1
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the context-parallel ranks, which hold parts of the same sequences (not differentiable)."""
+        """Return the sum over context-parallel ranks, which hold parts of the same sequences. Not differentiable."""
         if self.config.parallel.context == 1:
             return tensor
         total = tensor.to(self.ranks.device)
@@ -364,7 +364,7 @@ class Trainer:
     def _observed(
         self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: UpdateContext
     ) -> Iterator[list[RoutePass | None]]:
-        """Observe the routers during the pass inside the block. Yield a RoutePass per micro-batch; None for a dense model."""
+        """Observe the routers during a pass within the block. Yield a RoutePass per micro-batch; None for a dense model."""
         for hook in hooks:
             hook.before_forward(batches, stage, place)
         tables = [batch.routes for batch in batches if batch.routes]
@@ -410,7 +410,7 @@ class Trainer:
     def fingerprints(self) -> dict[str, int]:
         """Return fingerprints of this process's weights, by Megatron's names. Equal fingerprints mean unchanged weights.
 
-        Collective. Errors: as export_weights.
+        Collective. Errors: RuntimeError while the weights are off the device.
         """
         mine = {
             task.global_param_name: fingerprint_tensor(task.param_weight)
@@ -427,13 +427,19 @@ class Trainer:
         return self._export_plan
 
     def save_hf(self, out: Path) -> None:
-        """Save the weights as a Hugging Face folder. Collective. Errors: as export_weights; UserError as Model.save_hf."""
+        """Save the weights as a Hugging Face folder. Collective.
+
+        Errors: RuntimeError while the weights are off the device; UserError as in Model.save_hf.
+        """
         self.residence.require("weights")
         gather_parameters(self.ddp)
         self.model.save_hf(self.chunks, out)
 
     def save_adapter(self, out: Path) -> None:
-        """Save the adapters as a folder in PEFT's format. Collective. Errors: as export_weights; UserError."""
+        """Save the adapters as a folder in PEFT's format. Collective.
+
+        Errors: RuntimeError while the weights are off the device; UserError.
+        """
         self.residence.require("weights")
         gather_parameters(self.ddp)
         tensors = self.model.gather_adapters(self.chunks)
@@ -447,16 +453,19 @@ class Trainer:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the device for the rollout engine: weights, gradient buffers, optimizer state, reference, tensors of hooks.
+        """Free device memory for the rollout engine: weights, gradient buffers, optimizer state, reference, tensors of hooks.
 
-        keep_weights: keep the policy's weights on the device, for a push. Every pass raises RuntimeError until `wake`.
+        keep_weights: keep the policy's weights on the device for a weight sync. Until `wake`, passes raise RuntimeError.
         """
         self.residence.leave(keep_weights=keep_weights)
         for companion in self.companions.values():
             companion.sleep()
 
     def wake(self, *, weights_only: bool = False) -> None:
-        """Restore everything on the device, bit for bit, with zero gradients. weights_only: only the weights, for a push."""
+        """Restore everything on the device, bit for bit, with zero gradients.
+
+        weights_only: restore only the weights, for a weight sync.
+        """
         self.residence.come_back(weights_only=weights_only)
         for companion in {} if weights_only else self.companions.values():
             companion.wake()

@@ -1,1 +1,4 @@
-"""Checks of answers: mathematics, numbers, programs, instructions. Each is a pure function of texts or runs in the sandbox."""
+"""Checks of answers: mathematics, numbers, programs, instructions.
+
+A check is a pure function of texts or runs in the sandbox.
+"""

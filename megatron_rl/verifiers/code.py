@@ -1,7 +1,7 @@
-"""Verifier `code`: programs by a model are tested with tests in the forms of HumanEval, MBPP and APPS.
+"""Verifier `code`: runs tests, in the formats of HumanEval, MBPP and APPS, on programs that a model wrote.
 
-The program runs in one container and the tests in another. Only plain values go between them. So a program can neither read
-the expected results nor claim that it has passed.
+The program runs in one container and the tests in another. They exchange only plain values. A program can therefore neither
+read the expected results nor claim that it has passed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_rl.verifiers.stated_answer import behind_thinking
 
 _PYTHON = re.compile(r"(?:(?:lang(?:uage)?-)?[ic]?py(?:thon)?[-\d.]*|[\w./-]+\.py)?", re.IGNORECASE)
 _BLOCKS = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"])
-"""Parser of blocks only; text within lines is not parsed."""
+"""Markdown parser that finds only blocks. It does not parse the text within lines."""
 _LOOSE = re.compile(r"(?<!`)(```+)[^\n`]*\n(.*?)(?:\1|\Z)|(?<!~)(~~~+)[^\n~]*\n(.*?)(?:\3|\Z)", re.DOTALL)
-"""Fences that begin or end within a line, for example after or before a tag."""
+"""Code blocks whose fences start or end within a line, for example next to a tag."""
 _BEGINS = re.compile(r"from [\w.]+ import |import \w|(?:async )?def \w+\(|class \w|@\w")
 MOST_BLOCKS = 32
-"""Largest number of blocks of a response that are tried, from the end."""
+"""Largest number of code blocks of a response that are tried, counted from the end."""
 MOST_DEPTH = 3
-"""Largest depth of blocks within blocks, for example a whole document in a fence."""
+"""Largest depth of code blocks within code blocks, for example in a whole document within a fence."""
 MEMORY_MB = 512
 
 log = logging.getLogger(__name__)
@@ -47,24 +47,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of a program: Python source, or inputs with the expected outputs."""
+    """Tests of a program: Python source, or inputs with expected outputs."""
 
     source: str | None = None
     entry: str | None = None
-    """Name of the function that is the argument of `check(candidate)` in the source."""
+    """Name of the program's function that is passed to `check(candidate)` in the source."""
     names: list[str] = field(default_factory=list)
-    """Names that the source or the cases use from the program; empty if the program runs as a script."""
+    """Names of the program that the source or the cases use; empty if the program runs as a script."""
     cases: list[list[Any]] = field(default_factory=list)
-    """[input, output] pairs: texts, or, if there is a name, a list of arguments and the result."""
+    """Pairs [input, output]: two texts, or, if `names` has a function, its list of arguments and its result."""
 
 
 def blocks_of(response: str) -> list[str]:
-    """Return the blocks of code in a response, fenced or indented, that are Python or do not name a language."""
+    """Return the code blocks in a response, fenced or indented, that are marked as Python or have no language."""
     return [code for code, is_python in _blocks(response) if is_python]
 
 
 def _blocks(text: str, depth: int = MOST_DEPTH) -> list[tuple[str, bool]]:
-    """Return all blocks of a text, each with True if it may be Python. Inner blocks replace a block that is not Python."""
+    """Return all code blocks of a text as (code, whether it may be Python).
+
+    If a block is not Python, its inner blocks replace it.
+    """
     found = []
     for token in _BLOCKS.parse(text):
         if token.type not in ("fence", "code_block"):
@@ -79,18 +82,20 @@ def _blocks(text: str, depth: int = MOST_DEPTH) -> list[tuple[str, bool]]:
 
 
 def last_block(response: str) -> str:
-    """Return the last block of code in a response, or the whole response, to compare programs without parsing them."""
+    """Return the last code block in a response, or the whole response, to compare programs without parsing them."""
     text = behind_thinking(response)
     return (blocks_of(text)[-1:] or [text])[0].strip()
 
 
 def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> str:
-    """Return the program in a response: the last block that defines all names.
+    """Return the program in a response: the last code block that defines all names.
 
-    The next choices are the last block that defines some name, that reads input, that does something, and any block.
+    If there is none, the next choices are the last block that defines at least one name, that reads input, that does something,
+    and any block.
 
-    Imports and helpers from the prompt's code come before it, and also other blocks of the response that define missing names.
-    A function body alone is put behind the prompt's code. Without a block, the program is the whole text, or the code in it.
+    The imports and helpers in the prompt's code are put before the program, and also other blocks of the response that define
+    missing names. If the block is only a function body, it is put after the prompt's code. Without a block, the program is the
+    whole text, or the code in it.
     """
     text = behind_thinking(response).lstrip("\ufeff\u200b")
     blocks = _blocks(text)
@@ -133,7 +138,7 @@ def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> st
 
 
 def _with_the_others(program: str, tree: ast.Module, blocks: Sequence[str]) -> str:
-    """Put the blocks of the response that define or import missing names before a program."""
+    """Put other code blocks of the response before a program, if they define or import names that it lacks."""
     others = [(code, read) for code in reversed(blocks) if code not in program and (read := _read(code)) is not None]
 
     def gives(other: ast.Module) -> bool:
@@ -157,7 +162,7 @@ def _free(tree: ast.Module) -> set[str]:
 
 
 def _typed_in(code: str) -> str:
-    """Return the input lines of an interpreter session; other blocks are returned unchanged."""
+    """Return the input lines of an interpreter session (`>>> ...`). Other code is returned unchanged."""
     if not code.lstrip().startswith(">>>"):
         return code
     try:
@@ -200,7 +205,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def _is_nothing(line: ast.stmt) -> bool:
-    """Return True for a line of a function without implementation: pass, dots, a docstring."""
+    """Return True for a line that implements nothing: pass, dots, a docstring."""
     return isinstance(line, ast.Pass) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
 
 
@@ -210,7 +215,7 @@ def _does_something(tree: ast.Module) -> bool:
 
 
 def read_tests(answer: Any, prompt: str = "") -> Tests:
-    """Parse the tests of a row, in a form of the public sets.
+    """Parse the tests of a row in one of the public data sets' formats.
 
     answer: source with asserts, a check(candidate), test functions or unittest classes (HumanEval); a list of asserts (MBPP);
     {inputs, outputs} and optionally fn_name (APPS), also as JSON; a list of {input, output}; {test, entry_point} or {test_list,
@@ -234,7 +239,7 @@ def read_tests(answer: Any, prompt: str = "") -> Tests:
 
 
 def _loaded(text: str) -> Any:
-    """Parse lists and dictionaries from JSON, or from Python's notation. Errors: as `ast.literal_eval`."""
+    """Parse lists and dictionaries in JSON or in Python's notation. Errors: as `ast.literal_eval`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -242,7 +247,10 @@ def _loaded(text: str) -> Any:
 
 
 def tests_of_row(row: Mapping[str, Any], answer: Any, prompt: str) -> Tests:
-    """Parse the tests of an answer with the columns entry_point, test_setup_code, test_imports. Errors: as `read_tests`."""
+    """Parse the tests in an answer, with the row's columns entry_point, test_setup_code and test_imports.
+
+    Errors: as `read_tests`.
+    """
     entry = re.sub(r"^Solution\(\)\.", "", str(row.get("entry_point") or ""))
     before = [_text(row[name]) for name in ("test_imports", "test_setup_code") if row.get(name)]
     if not before and not entry:
@@ -334,11 +342,11 @@ def _source(text: str, prompt: str, entry: str | None) -> Tests:
 
 
 _LIBRARIES = frozenset({"np", "numpy", "pd", "pandas", "plt", "pytest", "scipy", "sklearn", "sympy", "tf", "torch"})
-"""Names of libraries that tests use without importing them. The container has only the standard library."""
+"""Names of libraries that tests use without importing them. The container has only Python's standard library."""
 
 
 _STAND_IN = frozenset({"allclose", "float32", "float64", "ndarray"})
-"""Names of numpy that the container provides, because the tests of HumanEval+ and MBPP+ compare numbers with them."""
+"""Numpy names that the container provides, because the tests of HumanEval+ and MBPP+ compare numbers with them."""
 
 
 def _of_numpy(nodes: Sequence[ast.AST]) -> set[str]:
@@ -376,7 +384,7 @@ def _bound(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _in_prose(text: str) -> str:
-    """Return the lines from the first one that begins code to the last one that is indented."""
+    """Return the code in prose: the lines from the first one that looks like the start of code to the last indented one."""
     lines = text.splitlines(keepends=True)
     begin = next((i for i, line in enumerate(lines) if _BEGINS.match(line)), len(lines))
     end = next((i for i in reversed(range(begin, len(lines))) if lines[i][:1] in " \t" and lines[i].strip()), begin)
@@ -385,7 +393,7 @@ def _in_prose(text: str) -> str:
 
 @lru_cache(256)
 def _code_of(prompt: str) -> str:
-    """Return the code of a prompt that has functions: the whole prompt, its last such block, or code in prose; or ''."""
+    """Return the prompt's code with functions: the whole prompt, its last block with functions, or code in prose; else ''."""
     for code in (prompt, *reversed(blocks_of(prompt)[-MOST_BLOCKS:]), _in_prose(prompt)):
         tree = _read(code)
         if tree is not None and any(isinstance(node, ast.FunctionDef) for node in tree.body):
@@ -394,13 +402,13 @@ def _code_of(prompt: str) -> str:
 
 
 def _functions(prompt: str) -> list[str]:
-    """Return the functions that a prompt's code defines, in order, else those that it names, as methods without a body."""
+    """Return the names of the functions in a prompt's code, in order; else the names in its `def` lines (without body)."""
     found = [node.name for node in ast.parse(_code_of(prompt)).body if isinstance(node, ast.FunctionDef)]
     return found or [name for name in re.findall(r"^\s*def (\w+)\(", prompt, re.MULTILINE) if name[:2] != "__"]
 
 
 def _preamble(prompt: str) -> str:
-    """Return the code of a prompt without its last function, which the program has to define: imports and helpers."""
+    """Return the prompt's code (imports and helpers) without its last function, which the program has to define."""
     tree = ast.parse(_code_of(prompt))
     last = next((node for node in reversed(tree.body) if isinstance(node, ast.FunctionDef)), None)
     return "\n".join(ast.unparse(node) for node in tree.body if node is not last)
@@ -419,8 +427,8 @@ def _script(name: str) -> str:
 def passes_tests(response: str, answer: Any, prompt: str = "", timeout_s: float = 10.0) -> dict[str, float]:
     """Return correct (1 if the response's program passes the tests in `answer`) and answered (1 if there is a program).
 
-    answer: a form of `read_tests`. Invalid tests pass nothing; a task skips rows with such tests. Errors: UserError if the
-    machine cannot run containers, which is not the fault of the response.
+    answer: tests in a format of `read_tests`. No program passes invalid tests; tasks skip rows that have them. Errors:
+    UserError if the machine cannot run containers.
     """
     try:
         tests = answer if isinstance(answer, Tests) else read_tests(answer, prompt)
@@ -434,7 +442,7 @@ def passes_tests(response: str, answer: Any, prompt: str = "", timeout_s: float 
 
 
 def judge(program: str, tests: Tests, timeout_s: float) -> str:
-    """Return the verdict on a program: passed, or the reason why not; '' if it exceeded a limit.
+    """Return the verdict on a program: passed, or the reason why it failed; '' if it exceeded a limit.
 
     Errors: UserError if the machine cannot run containers.
     """

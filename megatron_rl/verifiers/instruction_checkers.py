@@ -1,6 +1,7 @@
-"""Checkers of the package if-verifiable, for IFEval (arXiv:2311.07911) and IFBench (arXiv:2507.02833).
+"""Checkers for the instructions of IFEval (arXiv:2311.07911) and IFBench (arXiv:2507.02833), from the package if-verifiable.
 
-Importing this module imports the checkers, which takes seconds. A worker imports it first, so that no call has to wait.
+Importing this module imports the checkers, which takes seconds. A worker imports this module when it starts, so that no call
+has to wait.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ READ: dict[str, Callable[[], Any]] = {
     "averaged_perceptron_tagger_eng": lambda: nltk.pos_tag(["So"]),
     "stopwords": lambda: nltk.corpus.stopwords.words("english"),
 }
-"""{data of NLTK: function that reads them}. No package contains these data."""
+"""{name of NLTK data: function that reads the data}. No Python package contains these data."""
 NLTK_DATA = {
     "length_constraints:number_sentences": ("punkt_tab",),
     "change_case:capital_word_frequency": ("punkt_tab",),
@@ -45,7 +46,7 @@ NLTK_DATA = {
     "words:start_verb": ("punkt_tab", "averaged_perceptron_tagger_eng"),
     "ratio:stop_words": ("stopwords",),
 }
-"""{instruction: data of NLTK}. Without the data, the checker rejects every response."""
+"""{instruction: names of the NLTK data that its checker needs}. Without the data, the checker rejects every response."""
 
 
 @cache
@@ -66,7 +67,7 @@ def lacking(instruction: str) -> str:
 
 
 def build(instruction: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the checker and the text of an instruction.
+    """Return the checker of an instruction, and the instruction's text.
 
     Errors: ValueError if an argument is missing, or if the checker replaces an argument by a random one.
     """
@@ -83,15 +84,15 @@ def build(instruction: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 _OF_A_LANGUAGE = ("language:", "change_case:english_")
-"""Prefixes of instructions whose checkers accept a text in which langdetect finds no language, for example 12345."""
+"""Prefixes of instructions that require a language. Their checkers accept texts without any language, for example 12345."""
 
 
 def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a response follows an instruction strictly, and loosely as in IFEval and IFBench.
+    """Return whether a response follows an instruction under the strict and under the loose criterion of IFEval and IFBench.
 
-    The loose check also tries the response without its first line, last line or asterisks. A text follows nothing if the
-    checker fails on it, if nothing in it is visible, or if a language is required and none is found. Forbidden characters are
-    found in any width.
+    The loose check also tries the response without its first line, last line or asterisks. A text follows no instruction if the
+    checker fails on it, if nothing in it is visible, or if a language is required and none is detected. Forbidden characters
+    are also found in full-width or half-width form.
     """
     checker, _ = build(instruction, arguments)
 
@@ -111,7 +112,7 @@ def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tup
 
 
 def _usual(sign: str) -> str:
-    """Convert a comma of any script to ASCII, drop characters that are invisible (a soft hyphen), keep others."""
+    """Convert a comma of any script to ASCII, and drop an invisible character (a soft hyphen). Others stay unchanged."""
     kind = unicodedata.category(sign)
     if kind == "Po" and "COMMA" in unicodedata.name(sign, ""):
         return ","

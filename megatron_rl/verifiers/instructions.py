@@ -1,4 +1,4 @@
-"""Verifiable instructions (IFEval, arXiv:2311.07911; IFBench, arXiv:2507.02833), for the verifier `instructions`."""
+"""Verifier `instructions` for instructions that a program can verify (IFEval, arXiv:2311.07911; IFBench, arXiv:2507.02833)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_rl.errors import UserError
 from megatron_rl.verifiers.stated_answer import behind_thinking
 
 Instruction = tuple[str, dict[str, Any]]
-"""Name of the instruction, for example keywords:existence, and its arguments."""
+"""An instruction: its name, for example keywords:existence, and its arguments."""
 PARTS = ("correct", "followed", "correct_loose", "followed_loose", "content")
 WORDS, SHARED = 20, 2
-"""Numbers of different words in a response, and of words shared with the prompt, at which the part `content` is 1."""
+"""Number of different words in a response, and of words shared with the prompt, from which on the part `content` is 1."""
 
 
 def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
-    """Return the parts of a response. Called inside a worker.
+    """Return the reward parts of a response. Called in a worker process.
 
     correct: 1 if all instructions are followed. followed: share of the instructions that are followed. correct_loose and
-    followed_loose: the same by the benchmarks' loose criterion. content: amount of content of a response besides its form
-    (`content_of`), which the benchmarks do not score. answer: in a form of `listed`. Errors: UserError if an instruction
+    followed_loose: the same under the benchmarks' loose criterion. content: how much the response says (`content_of`), which
+    the benchmarks do not score. answer: instructions in a form that `listed` accepts. Errors: UserError if an instruction
     cannot be checked on this machine.
     """
     from megatron_rl.verifiers.instruction_checkers import follow, lacking
@@ -40,9 +40,10 @@ def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
 
 
 def content_of(response: str, prompt: str) -> float:
-    """Return how much a response says, from 0 to 1: half for its different words, half for words shared with the prompt.
+    """Return how much a response says, from 0 to 1. Half is for its different words, half for words shared with the prompt.
 
-    An empty form scores almost 0, for any form. In scripts without blanks, each letter counts as a word.
+    A response that only has the required form, without content, scores almost 0. In scripts without blanks, each letter counts
+    as a word.
     """
     own, asked = (_words(text) for text in (behind_thinking(response), prompt))
     long = {word for word in asked if len(word) > 3}

@@ -1,7 +1,7 @@
-"""Verifier `math`: checks if the final answer of a response is the expected answer.
+"""Verifier `math`: checks whether the final answer of a response is the expected answer.
 
-A number must be given as a number. An expression must have nothing left to compute and the form that the question asks for.
-Words must be equal. An answer with additional content does not count.
+If the expected answer is a number, the response must give a number. An expression must have nothing left to compute, and the
+form that the question asks for. Words must be equal. An answer with additional content does not count.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DERIVE = re.compile(
 
 
 def squeeze(text: str) -> str:
-    """Return the text in a uniform notation, to search for an expression in it."""
+    """Return the text in a uniform notation, in which an expression can be searched."""
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"\\times|\\cdot", "*", text).replace(r"\div", "/")
     return re.sub(r"\\(?:[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)
 
 
 def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Return True if a number has the form that the prompt's words ask for, and is not copied from the prompt."""
+    """Return True if a number has the form that the prompt's words ask for and is not copied from the prompt."""
     prompt = squeeze_spaces(prompt)
     if number.fraction and (_SIMPLE.search(prompt) or _FRACTION.search(prompt)) and not number.reduced:
         return False
@@ -74,14 +74,14 @@ def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
 
 
 def squeeze_spaces(text: str) -> str:
-    """Replace each run of white space by one blank."""
+    """Replace each run of white space by one space."""
     return re.sub(r"\s+", " ", text)
 
 
 def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str) -> bool:
-    """Return True if an expression has the form that the prompt asks for, and is not copied from the prompt.
+    """Return True if an expression has the form that the prompt asks for and is not copied from the prompt.
 
-    expression, gold: parsed expressions without any evaluation. shown, expected: their texts.
+    expression, gold: the response's and the expected expression, parsed without evaluation. shown, expected: their texts.
     """
     ours, theirs, asked = (squeeze(text) for text in (shown, expected, prompt))
     if len(ours) > 2 and re.search(r"\W", ours.strip("-+()")) and ours in asked and ours != theirs:
@@ -179,27 +179,27 @@ def _size(expression: Any) -> int:
 
 _BASES = {2: "binary", 8: "octal", 16: "hexadecimal"}
 _CHOICE = re.compile(r"(?<![\w+*/^=-])\(?([A-J])(?:\)|[.:](?=\s))|\b(?:[Oo]ption|[Cc]hoice)\s\W?([A-J])\b")
-"""Letter of a multiple choice, as it stands before its option."""
+"""Letter of a multiple-choice option, as it stands before the option's text."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected answer of a row: a number, an expression, or words."""
+    """The expected answer of a row: a number, an expression, or words."""
 
     text: str
     number: Number | None
     expression: Any
     unfinished: bool
     alone: bool
-    """True if it is not an equation. Then the last side of an equation in a response counts."""
+    """True if the expected answer is not an equation. If the response has an equation, its last side is compared."""
     total: Any
-    """Sum of quantities, or None."""
+    """Sum of the answer's quantities, as in `2 hours 30 minutes`; None if it has none."""
     name: str
-    """Left side of an equation such as `x = 5`, or ''."""
+    """Left side of an answer that is an equation, such as `x = 5`; else ''."""
 
 
 def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
-    """Return correct (1 if the final answer of a response is the expected one) and answered (1 if it has such an answer).
+    """Return correct (1 if the response's final answer is the expected one) and answered (1 if the response has an answer).
 
     A truncated response has no answer. Errors: ValueError if the expected answer is empty.
     """
@@ -252,7 +252,10 @@ def _verdict(correct: bool, answered: bool) -> dict[str, float]:
 
 @lru_cache(4096)
 def expected(answer: str) -> Expected:
-    """Return the answer of a row: its last box, the text after its last ####, or all of it. Errors: ValueError if empty."""
+    """Parse the answer of a row: its last box, the text after its last ####, or all of it.
+
+    Errors: ValueError if it is empty.
+    """
     from megatron_rl.verifiers import math_expressions as expressions
 
     text = clean(answer)
@@ -279,7 +282,7 @@ def expected(answer: str) -> Expected:
 
 
 def _is_of(text: str, name: str) -> bool:
-    """Return False if an answer such as `x = 5` and the expected answer name two different letters."""
+    """Return False if an answer such as `x = 5` names another letter than the expected answer does."""
     first = sides(unwrap(text))[:1] or [""]
     return first[0] == name or not (len(first[0]) == len(name) == 1 and first[0].isalpha())
 
@@ -290,7 +293,7 @@ def _exact_part(text: str) -> str:
 
 
 def _is_right_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Return True if it is the expected number, in the form that the prompt asks for, and not copied from the prompt."""
+    """Return True if a number is the expected one, in the form that the prompt asks for, and not copied from the prompt."""
     if number.scale and not gold.scale and re.search(r"\b(?:thousand|million|billion|trillion)", prompt):
         number = replace(number, value=number.value / 10**number.scale)  # the prompt asks for 4, in millions
     if number.base == 10 != gold.base and re.search(
@@ -301,7 +304,7 @@ def _is_right_number(number: Number, gold: Number, prompt: str) -> bool:
 
 
 def words(text: str) -> str:
-    """Return a text in a uniform notation, to compare words."""
+    """Return a text in a uniform notation, in which words can be compared."""
     text = re.sub(r"\\(?:text|mathrm|mathbf|mbox)(?:bf|rm|it|normal)?\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", re.sub(r"[\\${}().,;:!?\"'*]", " ", text.casefold()))
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Final answer of a response to a mathematical question, as text: a formula or number in prose, or the content of a box."""
+"""Extracts the final answer of a response to a mathematical question: a formula or number in prose, or the content of a box."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNS = str.maketrans(
 _RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a", "0123456789-+")
 _BOLD = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__")
 _POWER = re.compile(r"(?<![A-Za-z])([A-Za-z]|(?<=\w)\))\*\*(?=\d{1,2}(?![\d*]))")
-"""Power in Python's notation, for example x**2."""
+"""A power in Python's notation, for example x**2."""
 _BLANK = re.compile(r"(?<!\\)\\[,;: ]|(?<!\\)\\q?quad(?![A-Za-z])|(?<![~\\])~(?!~)")
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
 """Calculations that GSM8K adds to its solutions."""
@@ -36,17 +36,17 @@ _WORD = re.compile(
     r"(?!(?:squared|cubed|factorial|(?:plus|minus|times|(?:divided|multiplied)\sby)(?=\s[\d$\\(]))\b)"
     r"[A-Za-z]{2,}(?:['\u2019-][A-Za-z]+)*"
 )
-"""Word of prose, except for words that belong to a number or a formula."""
+"""A word of prose. Words that belong to a number or a formula do not match."""
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z{])(?!(?:and|or)\b)[A-Z]?[a-z]{2,}")
 _IN_TEXT = re.compile(r"\\(?:text|mbox|mathrm)(?:bf|rm|it|normal)?\s*\{([^{}]*)\}")
 _OPERATES = re.compile(
     "[-+*/^=<>!|(){}\\\\_\u00b1\u2213\u2260\u2264\u2265]|^(?![aAI]$)[A-Za-z]$|^(?:squared|cubed|factorial|plus|minus|times)\\b"
 )
-"""Neighbor of a number in a formula: an operator, or a letter as a factor."""
+"""Text next to a number that makes the number part of a formula: an operator, or a letter as a factor."""
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
 _APPROXIMATES = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
 _MOST = 2000
-"""Largest number of characters of a line that are read."""
+"""Largest number of characters of a line that are considered."""
 _DENIED = {
     "line": re.compile(
         r"(?:(?i:\b(?:not|never|nor))|n['\u2019]t)\s(?:be\s|equal\s(?:to\s)?)?[-+*$\\({\[]{0,5}(?:\d[\w.,/%]{0,40}|[A-Z])\W*$"
@@ -57,8 +57,8 @@ _DENIED = {
     ),
 }
 _DENIED["hash"] = _DENIED["phrase"]
-"""Texts that say what the answer is not, or what it lies beside or between: at the end of a line, or at the beginning of other
-statements."""
+"""Patterns of texts that say what the answer is not, or between or next to which values it lies. In the last line, they stand
+at its end; in other statements, at the start."""
 _OR, _OR_TO = re.compile(r"\bor\b", re.IGNORECASE), re.compile(r"\b(?:or|to)\b", re.IGNORECASE)
 _ENDS = re.compile(r"\d[^\w\n.;:!?]{0,8}(?:([A-Za-z]\w*)[^\w\n.;:!?]{1,3}){0,2}$")
 _BEGINS = re.compile(r"\W{1,8}(?:[A-Za-z]\w*\W{1,3}){0,2}\d[\d.,/]*\W{0,3}([A-Za-z]\w*)?")
@@ -68,7 +68,7 @@ _EDGES = " \t\n,;:!?*_\"'`\u201c\u201d"
 
 
 def clean(text: str) -> str:
-    """Convert signs to ASCII, and remove bold marks and the TeX inside of numbers."""
+    """Convert signs to ASCII, and remove bold marks and the TeX within numbers."""
     text = _POWER.sub(r"\1^", _CALCULATION.sub("", text).translate(_SIGNS))
     text = _BOLD.sub("", text)
     if not text.isascii():
@@ -122,7 +122,7 @@ def _is_closed(text: str) -> bool:
 
 
 def sides(text: str) -> list[str]:
-    """Return the sides of a chain of equations. An approximation adds a side unless the exact part is a number."""
+    """Return the sides of a chain of equations. An approximation adds a side, unless the exact side before it is a number."""
     exact, *rough = _APPROXIMATES.split(text)
     parts = [part.strip() for part in _EQUALS.split(exact) if part.strip()]
     if rough and not (parts and read_number(unwrap(parts[-1]))):
@@ -131,7 +131,10 @@ def sides(text: str) -> list[str]:
 
 
 def number_of(text: str) -> Number | None:
-    """Return the number that a formula states: itself or the last number of its sides. An equation to solve has none."""
+    """Return the number that a formula states: the formula itself, or its last side that is a number.
+
+    Returns None for an equation that is still to be solved.
+    """
     text = unwrap(text)
     if re.fullmatch(r"\([^()]*=[^()]*\)", text):
         text = text[1:-1]
@@ -144,19 +147,22 @@ def number_of(text: str) -> Number | None:
 
 
 def is_name(side: str) -> bool:
-    r"""Return True if the side of an equation is a name that gets a value: x, f(2), |AB|, `\text{area}`."""
+    r"""Return True if a side of an equation is a name that gets a value: x, f(2), |AB|, `\text{area}`."""
     side = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|_(?:\w|\{[^{}]*\})|\([^()]*\)", "", side)
     return not re.search(r"[-+*/^\d]", side)
 
 
 def has_letters(side: str) -> bool:
-    """Return True if a formula has letters besides commands. An x between numbers is a multiplication sign."""
+    """Return True if a formula has letters other than commands. An x between numbers counts as a multiplication sign."""
     side = re.sub(r"(?<=[\d)])\s*[xX]\s*(?=[\d($.])", "*", _IN_TEXT.sub("", side))
     return bool(re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side)))
 
 
 def pieces(prose: str) -> list[tuple[bool, str]]:
-    """Split a text into (True for a formula between delimiters, text). A dollar before words is money, not a delimiter."""
+    """Split a text into (whether it is a formula between delimiters, text).
+
+    A dollar sign before words is money, not a delimiter.
+    """
     found, position = [], 0
     while match := _DELIMITED.search(prose, position):
         content = next(filter(None, match.groups()))
@@ -170,7 +176,7 @@ def pieces(prose: str) -> list[tuple[bool, str]]:
 
 
 def numbers_in(prose: str) -> Iterator[Number]:
-    """Yield the numbers that stand alone in a text, in order, but not operands and parts of words."""
+    """Yield the numbers that stand alone in a text, in order. Operands and parts of words do not count."""
     joined = ""
     for formula, text in pieces(prose):
         if formula and (number := number_of(text)):
@@ -219,7 +225,7 @@ def _alone(words: list[str]) -> Iterator[Number]:
 
 
 def stated_number(statement: Statement) -> Number | None:
-    """Return the number that a statement gives: all of a box, the first number of a phrase, the last of a last line."""
+    """Return the number that a statement gives: a box's whole content, a phrase's first number, a last line's last number."""
     if statement.kind in ("boxed", "tag"):
         return number_of(statement.text)
     if is_denied(statement):
@@ -235,14 +241,14 @@ def stated_number(statement: Statement) -> Number | None:
 
 
 def is_denied(statement: Statement) -> bool:
-    """Return True if a sentence says what the answer is not, or what it lies between or beside."""
+    """Return True if a statement says what the answer is not, or between or next to which values it lies."""
     if statement.kind == "line":
         return bool(_DENIED["line"].search(statement.text[-_MOST:]))
     return statement.kind in _DENIED and bool(_DENIED[statement.kind].match(statement.text))
 
 
 def _alternatives(text: str, last: bool) -> list[Number]:
-    """Return the alternative to the first or last number of a text: 20 or 21, and for the first number also 20 to 21."""
+    """Return the alternative to a text's last number (20 or 21), or to its first number (20 or 21, 20 to 21), if it has one."""
     cuts = [*(_OR if last else _OR_TO).finditer(text)]
     if not cuts:
         return []
@@ -257,7 +263,7 @@ def _alternatives(text: str, last: bool) -> list[Number]:
 
 
 def stated_formulas(statement: Statement) -> list[str]:
-    """Return the texts in a statement that may be the answer as an expression, most likely first."""
+    """Return the parts of a statement that may be the answer as an expression, the most likely part first."""
     text = statement.text
     if statement.kind in ("boxed", "tag"):
         return [unwrap(text)]
@@ -273,7 +279,7 @@ def stated_formulas(statement: Statement) -> list[str]:
 
 
 def math_answer(text: str) -> str:
-    """Return the number that is the final answer of a response, or else its last statement, in a uniform notation."""
+    """Return the number that is a response's final answer, or else its last statement, in a uniform notation."""
     stated = statements(clean(text))
     number = next(filter(None, map(stated_number, stated)), None)
     if number:

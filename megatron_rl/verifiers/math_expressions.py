@@ -1,7 +1,7 @@
-r"""Mathematical expressions: parsing with math-verify's LaTeX parser without evaluation, and exact comparison with sympy.
+r"""Mathematical expressions: math-verify's LaTeX parser reads them without evaluation, and sympy compares them exactly.
 
-Text of a model is never evaluated as a program: the parser is a grammar. A comparison with sympy may take long, so this code is
-called in a worker with a time limit.
+A model's text is never evaluated as a program, because the parser is a grammar. A comparison with sympy may take long, so this
+code runs in a worker with a time limit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Expression = Basic | MatrixBase
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
 _FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infty arcsin arccos arctan sinh cosh tanh"
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|inf|infinity)(?![A-Za-z]))[A-Za-z]*[a-z][A-Za-z]*[A-Za-z](?![A-Za-z])")
-"""Word, but neither a name of several capital letters (the segment AB) nor a function. Products of letters have spaces."""
+"""A word. Functions and names of several capital letters (the segment AB) do not match. Products of letters have spaces."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\imath|\\mathbb\{C\}")
 _LONGEST = 2000
 _DEEPEST = 8
-"""Largest depth of nested brackets. Each level triples the time of the parser."""
+"""Largest depth of nested brackets. Each level triples the parser's time."""
 
 
 def read_expression(text: str) -> Expression | None:
-    """Parse a formula as a whole; None if it is not a formula."""
+    """Parse a text that is one formula as a whole; None if it is not."""
     if "phantom" in text:  # invisible content
         return None
     text = re.sub(r"\\text\s*\{\s*(,?\s*(?:and|or)|,)\s*\}", r" \1 ", text).strip().rstrip(".")
@@ -69,7 +69,7 @@ def _depth(text: str) -> int:
 
 
 def is_unfinished(expression: Expression) -> bool:
-    """Return True if numbers in it remain to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
+    """Return True if numbers in an expression remain to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
     if isinstance(expression, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
         return True
     arguments: Sequence[Any] = expression.args if isinstance(expression, Basic) else [*expression]
@@ -101,7 +101,7 @@ def _factors(product: Mul) -> tuple[list[Any], list[Any]]:
 
 
 def are_equal(gold: Any, answer: Any) -> bool:
-    """Return True if an answer equals the expected answer, in any form. Errors: errors of sympy."""
+    """Return True if an answer equals the expected answer in any form. Errors: exceptions of sympy."""
     if isinstance(gold, Interval | Tuple):
         answer = _point(answer)
     gold, answer = _without_names(gold, answer)
@@ -141,7 +141,7 @@ def _without_names(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _point(x: Any) -> Any:
-    """Convert `x = 3, y = -4` to a point; return other values unchanged."""
+    """Convert the solution `x = 3, y = -4` to a point. Other values are returned unchanged."""
     parts: list[Any] = [*x.args] if isinstance(x, FiniteSet) else []
     if len(parts) < 2 or not all(isinstance(part, Eq) and isinstance(part.lhs, Symbol) for part in parts):
         return x

@@ -1,6 +1,6 @@
-r"""Numbers as people write them, without anything left to compute: 20, -3/4, 3\frac{1}{2}, 50\%, 2516_8, 7 \times 10^4.
+r"""Reads numbers as people write them, with nothing left to compute: 20, -3/4, 3\frac{1}{2}, 50\%, 2516_8, 7 \times 10^4.
 
-Only a whole text can be such a number. The value is exact.
+A text counts only if all of it is one number. The value is exact.
 """
 
 from __future__ import annotations
@@ -82,48 +82,48 @@ _NO_UNITS = frozenset(
         "tens",
     ]
 )
-"""Words after a number that change its value, or show that the text goes on."""
+"""Words that are no units, because they change the value of the number before them or show that the text goes on."""
 _LETTERS = frozenset("mgshlLJNWVAKCFT")
 """Units of one letter. Any other letter is a variable."""
 _LONGEST = 4000
-"""Largest number of digits of a number, and largest power of ten."""
+"""Largest number of digits in a number, and largest power of ten."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number with its notation."""
+    """A number and its notation."""
 
     value: Fraction
     percent: bool = False
     unit: str = ""
-    """Text after the number, with the currency before it."""
+    """Text after the number, preceded by the currency if there is one."""
     decimals: int | None = None
     """Number of digits after the decimal point; None for a fraction."""
     base: int = 10
     fraction: tuple[int, int] | None = None
-    """Numerator and denominator as they are written."""
+    """Numerator and denominator as written."""
     mantissa: Fraction | None = None
-    """Factor before the power of ten; None without a power of ten."""
+    """Factor before the power of ten; None if the number has no power of ten."""
     mixed: bool = False
     scale: int = 0
-    """Exponent of ten of a word after the number, 6 for million; `value` includes it."""
+    """Power of ten that a word after the number stands for, for example 6 for million; `value` includes it."""
     comma: bool = False
-    """True if a comma stands before the decimals, so that it may also be a list of two numbers."""
+    """True if the decimals follow a comma, so that the text may also be a list of two numbers."""
 
     @property
     def scientific(self) -> bool:
-        """True if it is written with a power of ten."""
+        """True if the number is written with a power of ten."""
         return self.mantissa is not None
 
     @property
     def reduced(self) -> bool:
-        """True if it is in lowest terms, or not a fraction."""
+        """True if the number is a fraction in lowest terms, or not a fraction."""
         return self.fraction is None or self.fraction == (abs(self.value.numerator), self.value.denominator)
 
     def equals(self, other: Number) -> bool:
-        """Return True if two numbers are equal. One of them may be rounded, to at least five significant digits.
+        """Return True if two numbers are equal. One of them may be rounded to at least five significant digits.
 
-        50% equals 0.5, and also 50 if the answer is in percent.
+        50% equals 0.5. It also equals 50, because the answer may be meant in percent.
         """
         if self.base != other.base:
             return False
@@ -133,7 +133,7 @@ class Number:
         return any(a == b or self._rounds(b, a) or other._rounds(a, b) for a, b in forms)
 
     def _rounds(self, exact: Fraction, own: Fraction) -> bool:
-        """Return True if this decimal number with the value `own` is an exact periodic number, rounded."""
+        """Return True if this decimal number, with the value `own`, is the rounded form of an exact periodic number."""
         if self.decimals is None or self.percent or own != self.value or not _is_periodic(exact):
             return False
         return len(str(abs(own.numerator * 10**self.decimals // own.denominator))) >= 5 and abs(
@@ -150,7 +150,7 @@ def _is_periodic(value: Fraction) -> bool:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a number with its sign, currency, percent sign and unit; None if the text is not a number or has other parts."""
+    """Read a number with its sign, currency, percent sign and unit; None if the text is anything else."""
     text = text.strip()
     while text[:1] == "(" and text[-1:] == ")" and "(" not in text[1:-1] and ")" not in text[1:-1]:
         text = text[1:-1].strip()
@@ -168,7 +168,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _unit(match: re.Match) -> tuple[str | None, int]:
-    """Return (unit, power of ten) after a number; (None, 0) if the text there is not a unit."""
+    """Return (unit, power of ten) of the text after a number; (None, 0) if this text is not a unit."""
     text = re.sub(rf"{_TEXT}\s*\{{([^{{}}]*)\}}", r" \1 ", match["unit"])
     text = re.sub(r"\^?\s*\{?\s*\^?\\circ\s*\}?|\\degree|\^\{?o\}?|°", " degrees ", text)
     scale, words = 0, re.findall("[A-Za-z]+", text)
@@ -260,7 +260,7 @@ _PART = re.compile(r"(?P<number>[\d.,]+)\s*(?P<unit>[A-Za-z]+\.?)(?:\s*(?:,|and)
 
 
 def agree(ours: Number, theirs: Number) -> bool:
-    """Return True if two numbers are the same quantity: 5 km is 5000 m, but not 5 m. A missing unit fits any unit."""
+    """Return True if two numbers are the same quantity: 5 km is 5000 m, but not 5 m. If one unit is missing, any unit fits."""
     if not ours.unit or not theirs.unit:
         return ours.equals(theirs)
     units = [measure(number.unit) for number in (ours, theirs)]
@@ -271,7 +271,7 @@ def agree(ours: Number, theirs: Number) -> bool:
 
 
 def total(text: str) -> Any:
-    """Return the sum of successive quantities, as in `2 hours 30 minutes`, in base units; None for another text."""
+    """Return the sum of successive quantities, as in `2 hours 30 minutes`, in sympy's base units; None for another text."""
     parts = [*_PART.finditer(text)]
     if not parts or "".join(part[0] for part in parts) != text.strip():
         return None
@@ -299,7 +299,7 @@ def _spelled(unit: str) -> str:
 
 @lru_cache(1024)
 def measure(unit: str) -> Any:
-    """Return the unit in sympy's base units; None if it contains another word."""
+    """Return a unit in sympy's base units; None if the text contains other words."""
     from sympy.physics import units
 
     found, last, power, side = units.meter**0, units.meter**0, 1, 1

@@ -1,4 +1,4 @@
-"""Extraction of a response's answer: the last box, <answer> or ####, else the last 'answer is ...', else the last line."""
+"""Extracts a response's answer: the last box, <answer> or ####, else the last 'answer is ...', else the last line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 MOST_STATEMENTS = 8
-"""Largest number of statements that are tried, from the end. A text with thousands of statements is read only once."""
+"""Largest number of statements that are tried, from the end. It keeps the time short for texts with thousands of statements."""
 _HASH = re.compile(r"####[ \t]*(\S[^\n]*)")
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _END_TAG = re.compile(r"</answer>", re.IGNORECASE)
@@ -19,18 +19,18 @@ _PHRASE = re.compile(
 _BRACE = re.compile(r"\\[{}]|\\(?:boxed|fbox)\s*+\{|[{}]")
 _NO_WORDS = re.compile(r"\\(?:text|mbox|textbf)\s*\{([^{}]*)\}|\\q?quad\b|\\[()\[\]]|\$")
 _LINK = re.compile(r"|(?:[^.\n]{0,60}\s)?(?:[,;]|,?\s*(?:and|or))(?:\s+\S{1,12}\s*=)?")
-"""Text between boxes that form one list: nothing, a comma, or `and`, also with words as in `papers and`."""
+"""Text between two boxes that belong to one list: nothing, a comma, or `and`, possibly with words as in `papers and`."""
 
 
 class Statement(NamedTuple):
-    """A place in a response that may state its answer."""
+    """A part of a response that may state the answer."""
 
     kind: Literal["boxed", "tag", "hash", "phrase", "line"]
     text: str
 
 
 def behind_thinking(text: str) -> str:
-    """Return the response without thinking: the text after the last </think>, or before a <think> that does not end."""
+    """Return a response without its thinking: the text after the last </think>, or before a <think> that is not closed."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
@@ -55,7 +55,7 @@ def statements(text: str) -> list[Statement]:
 def extract_answer(text: str, *, multiline: bool = False) -> str:
     """Return the answer that a response states last, or ''.
 
-    multiline: if there is no box, tag or hash, the whole text is the answer (for answers that are grids).
+    multiline: without a box, tag or hash, the whole text is the answer (for answers that are grids).
     """
     found = statements(text)
     if not found:
@@ -75,7 +75,10 @@ _DISPLAYED = (("\\[", "\\]"), ("$$", "$$"))
 
 
 def _line(text: str, start: int) -> str:
-    """Return the rest of a line, or the formula of several lines at its beginning. Text after the formula is explanation."""
+    """Return the text from `start` to the end of its line.
+
+    If a displayed formula (`_DISPLAYED`) starts there, return only the formula, because text after it is explanation.
+    """
     for begin, end in _DISPLAYED:
         if text.startswith(begin, start) and (found := text.find(end, start + len(begin))) > 0:
             return text[start : found + len(end)]

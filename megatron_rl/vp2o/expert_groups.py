@@ -1,4 +1,7 @@
-"""Experts of each MoE layer on this process, the process groups that share them, and their prototypes."""
+"""The experts of each MoE layer on this process, the process groups that share them, and their prototypes.
+
+`algorithms.stein` explains what prototypes are.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ from megatron_rl.routing.table import RouteTable, routing_log_probs
 
 @dataclass
 class ExpertLayer:
-    """Experts of one MoE layer on this process."""
+    """The experts of one MoE layer that this process holds, and the layer's router."""
 
     router: ReplayRouter
     slices: dict[str, list[ExpertSlice]]
-    """Experts of this rank, by parameter name."""
+    """This rank's shard of the experts' weights, by parameter name."""
     experts: int
     """Number of experts of the layer on all ranks, N."""
     mine: slice
-    """Range of this rank's experts."""
+    """Range of this rank's experts among the layer's N experts."""
     start: Tensor
-    """[D_out]: start vector of the power iteration, the same for all experts and on all ranks."""
+    """Start vector of the power iteration, [D_out], the same for all experts and on all ranks."""
 
     @property
     def outputs(self) -> list[ExpertSlice]:
@@ -42,24 +45,24 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Plan of the partial sums that expert-parallel ranks exchange."""
+    """Communication plan for sums over experts: the partial sums that expert-parallel ranks exchange."""
 
     mine: slice
-    """Range of this rank's experts."""
+    """Range of this rank's experts among all experts."""
     sent: Tensor
-    """Experts of other ranks whose sums include experts of this rank, rank by rank."""
+    """Experts of other ranks whose sums include experts of this rank, ordered by rank."""
     places: Tensor
-    """Experts of this rank (from 0) whose sums include experts of other ranks, rank by rank."""
+    """Experts of this rank (counted from 0) whose sums include experts of other ranks, ordered by the other rank."""
     sends: list[int]
     """Number of rows sent to each rank."""
     receives: list[int]
     """Number of rows received from each rank."""
     anything: bool
-    """True if any two ranks exchange anything."""
+    """True if any two ranks exchange partial sums."""
 
 
 class Experts:
-    """All MoE layers of a model's chunks on this process."""
+    """All MoE layers in this process's model chunks, and the process groups of their experts."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], power_iterations: int) -> None:
         self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
@@ -68,12 +71,12 @@ class Experts:
         self.slice_group = process_group(parallel_state.get_expert_tensor_parallel_group())
         self.replica_group = process_group(parallel_state.get_expert_data_parallel_group())
         self.token_group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        """Ranks that hold different tokens: data, context and (with sequence parallelism) tensor ranks. Expert-parallel ranks
-        are data ranks too."""
+        """Ranks that hold different tokens: data-parallel, context-parallel and (with sequence parallelism) tensor-parallel
+        ranks. Expert-parallel ranks are data-parallel ranks too."""
         self._prototypes: dict[int, Tensor] = {}
 
     def prototypes(self, number: int) -> Tensor:
-        """Return the prototypes [N, D_out] of a layer's current weights, the same on all its processes. Collective."""
+        """Return the prototypes [N, D_out] of a layer's current weights. Collective, with the same result on all ranks."""
         if number not in self._prototypes:
             layer = self.layers[number]
             weights = self.output_weights(layer.outputs)
@@ -98,7 +101,7 @@ class Experts:
         self._prototypes = {}
 
     def exchange(self, taken: Tensor, mine: slice) -> Exchange:
-        """Plan the exchange between expert-parallel ranks for sums over experts.
+        """Plan the communication between expert-parallel ranks for sums over experts.
 
         taken: [N, N] bool, True if the sum of expert i includes expert j.
         """
@@ -117,7 +120,7 @@ class Experts:
         )
 
     def mix(self, own: Tensor, mixing: Tensor, exchange: Exchange) -> Tensor:
-        """Return this rank's rows of mixing [N, N] times the rows of all experts [N, C]: [n, C]. Collective.
+        """Return this rank's rows [n, C] of the product of mixing [N, N] and the rows of all experts [N, C]. Collective.
 
         own: [n, C], rows of this rank's experts. Ranks exchange only non-empty partial sums: one row for each expert whose sum
         includes an expert of another rank.
@@ -132,7 +135,7 @@ class Experts:
         return mixed.index_add_(0, exchange.places, received)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Gather [n, ...] of each expert-parallel rank -> [N, ...]."""
+        """Gather the tensors [n, ...] of all expert-parallel ranks into one tensor [N, ...]."""
         ranks = self.expert_group.size()
         if ranks == 1:
             return mine
@@ -171,18 +174,21 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 
 class Coactivation(dict[int, Tensor]):
-    """Layer -> [E, E] sums over the counted tokens: 1 if two experts are both active, or the product of their shares."""
+    """Co-activation of experts: {layer: [E, E] sums over the counted tokens}.
+
+    A token adds 1 if two experts are both active or, with soft co-activation, the product of the experts' shares.
+    """
 
 
 class CountCoactivation(RouteObserver):
-    """Counts co-activation in the first pass of a micro-batch."""
+    """Counts how often two experts are active on the same token, in the first forward pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, *, soft: bool = False) -> None:
-        """soft: use each expert's share in the router's distribution over all experts, instead of active (1) or not (0)."""
+        """Create it. soft: use each expert's probability among all experts as its share, instead of active (1) or not (0)."""
         self.table, self.soft = table, soft
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Add the products of shares over the counted tokens."""
+        """Add the products of the experts' shares, summed over the counted tokens; only with soft co-activation."""
         found = self.table.left(Coactivation)
         if self.soft and layer not in found:
             shares = routing_log_probs(logits.detach(), router.score_function).exp()
@@ -190,24 +196,24 @@ class CountCoactivation(RouteObserver):
         return logits
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Count the pairs of experts of the counted tokens."""
+        """Count the pairs of experts that are active on the same counted token; only without soft co-activation."""
         found = self.table.left(Coactivation)
         if not self.soft and layer not in found:
             found[layer] = coactivation_counts(chosen, self.table.shape.experts, self.table.counted)
 
 
 class Active(dict[int, Tensor]):
-    """Layer -> [E] counted tokens of each expert, in the micro-batch's last update pass."""
+    """Loads: {layer: [E] numbers of counted tokens of each expert}, from the micro-batch's last update pass."""
 
 
 class CountActive(RouteObserver):
-    """Counts active experts in the pass of an update, which may use other experts than the first pass."""
+    """Counts each expert's tokens in an update's pass, which may use other experts than the micro-batch's first pass."""
 
     def __init__(self, table: RouteTable) -> None:
         self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Count the counted tokens of each expert."""
+        """Count the counted tokens that each expert receives."""
         tokens = self.table.counted.float()[:, None].expand(chosen.shape)
         none = torch.zeros(self.table.shape.experts, device=chosen.device)
         self.table.left(Active)[layer] = none.scatter_add_(0, chosen.flatten(), tokens.flatten())

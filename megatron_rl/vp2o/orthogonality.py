@@ -14,29 +14,29 @@ from megatron_rl.routing.passes import RouteObserver, of_layers, per_token
 from megatron_rl.routing.table import RouteTable
 
 GRADIENT = "orthogonality_gradient"
-"""Name of the metric of the relative gradient norm."""
+"""Name of the metric of the orthogonality loss's gradient norm, relative to all other losses."""
 
 
 class Orthogonality(RouteObserver):
     """Adds the orthogonality loss of the counted tokens to the loss of the model, as a sum over tokens.
 
-    The gradient is computed in the forward, when the outputs are seen, from some evenly spaced tokens that represent all
-    tokens. Only this gradient is stored until the backward.
+    The forward pass computes the gradient as soon as the experts' outputs are known, from evenly spaced tokens that represent
+    all tokens. Only this gradient is stored until the backward pass.
     """
 
     reads_outputs = True
 
     def __init__(self, table: RouteTable, config: VP2OConfig, update: int) -> None:
-        """config: at most `orthogonality_tokens` tokens of the micro-batch are used."""
+        """Create it. At most `config.orthogonality_tokens` tokens of the micro-batch are used."""
         self.table, self.update = table, update
         self.form: OrthogonalityForm = config.orthogonality_form
         self.weight, self.tokens = config.orthogonality, config.orthogonality_tokens
         self._sums: dict[int, Tensor] = {}
         self._squares: dict[int, Tensor] = {}
-        """Layer -> [2] squared gradient norms at the used outputs: of the orthogonality loss, and of all other losses."""
+        """{layer: [2] squared gradient norms at the used outputs}: of the orthogonality loss, and of all other losses."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Add the gradient of the loss to the gradients of outputs and weights."""
+        """Return the outputs unchanged. The backward pass adds the loss's gradient to those of outputs and weights."""
         tokens = self.table.evenly_spaced(self.tokens)
         share = self.table.counted.sum() / max(len(tokens), 1)
         some = rows[tokens]
@@ -64,7 +64,7 @@ class Orthogonality(RouteObserver):
 
 
 class _WithGradients(torch.autograd.Function):
-    """Returns the outputs unchanged; its backward adds the gradient of another loss to outputs and weights."""
+    """Returns the outputs unchanged. Its backward pass adds the gradient of another loss to outputs and weights."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _WithGradients(torch.autograd.Function):
     ) -> Tensor:
         """Store the gradients to add: of_outputs [C, k, D] at rows [C, k], of_weights [C, k] at tokens [C].
 
-        Each of the C tokens represents `share` tokens. squares: [2], filled in the backward with the squared norms of the
+        Each of the C tokens represents `share` tokens. squares: [2], filled in the backward pass with the squared norms of the
         added gradient per token and of the incoming gradient.
         """
         ctx.save_for_backward(rows, tokens, of_outputs, of_weights, share)

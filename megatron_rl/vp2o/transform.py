@@ -1,15 +1,17 @@
 """VP2O in training: replaces expert gradients by their Stein transform, layer by layer, for any parallel layout.
 
-The transform uses the full gradients in Megatron's buffers after the backward. They contain the policy loss, the KL penalty,
-the entropy and the orthogonality loss, and attraction mixes all of them alike. (Auxiliary losses reach experts only through
-the hidden states of earlier layers.) To separate them, each would need its own backward and gradient buffer.
+The transform uses the full gradients in Megatron's buffers after the backward pass. They contain the policy loss, the KL
+penalty, the entropy bonus and the orthogonality loss, and attraction mixes all of them alike. (Auxiliary losses reach experts
+only through the hidden states of earlier layers.) To separate the losses, each would need its own backward pass and gradient
+buffer.
 
 Attraction is linear in the gradients, so it is applied to each process's own sums before the data-parallel reduction. At this
-point every process still has all gradients of its experts; afterwards the distributed optimizer keeps only a shard. Repulsion
-depends only on weights and is added after the reduction, when gradients are means over tokens.
+point every process still has all gradients of its experts; after the reduction, the distributed optimizer keeps only a shard.
+Repulsion depends only on weights. It is added after the reduction, when gradients are means over tokens.
 
 An expert without a token in the loss of an update (an idle expert) does not change, because the paper updates only active
-experts (Section 3.1). Its gradient is dropped, and the changes by momentum and weight decay are undone from a copy.
+experts (Section 3.1). Its gradient is dropped. Its weights and moments are restored from a copy after the step, which would
+otherwise change them by momentum and weight decay.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ from megatron_rl.vp2o.orthogonality import GRADIENT, Orthogonality
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22
-"""Elements of one [experts, columns] buffer (16 MiB in fp32)."""
+"""Number of elements of one [experts, columns] buffer (16 MiB in fp32)."""
 DAMPING = 0.01
-"""Damping of the kernel's gradient. Directions that power iterations could not separate then hardly affect the repulsion."""
+"""Damping of the kernel's gradient. With damping, singular directions that power iterations could not separate hardly affect
+the repulsion."""
 ITERATIONS = 32
-"""Largest number of iterations of the damped solve."""
+"""Largest number of iterations of the solver of the damped linear system."""
 
 
 @dataclass
@@ -53,7 +56,7 @@ class _Interaction:
 
     coactivation: Tensor
     active: Tensor
-    """[N] bool: True for experts with a token in the loss of this update."""
+    """True for experts with a token in the loss of this update, [N] bool."""
     attract: Tensor
     repel: Tensor
     kernel: Tensor
@@ -71,31 +74,31 @@ class Stein(UpdateHook):
         self.reads_outputs = bool(config.orthogonality)
         self.experts: Experts
         self.owned: dict[torch.nn.Parameter, slice] | None = None
-        """Part of each flat parameter's gradient that this process reduces (distributed optimizer); None: all of it."""
+        """Range of each flattened parameter's gradient that this process reduces (distributed optimizer); None: all of it."""
         self.clip = 0.0
-        """Norm to which gradients are clipped; 0: no clipping."""
+        """Norm to which the optimizer clips gradients; 0: no clipping."""
         self._tables: list[RouteTable] = []
         self._own_tables: list[RouteTable] = []
         """Route tables of the micro-batches of this update."""
         self._interactions: dict[int, _Interaction] = {}
         self._still: list[tuple[Tensor, Tensor]] = []
-        """Tensors that the step must not change, and their copies."""
+        """(tensor that the step must not change, its copy) for each such tensor."""
         self._warned = False
         self._warned_orthogonality = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Find the experts and the gradients of this process."""
+        """Find this process's experts and the ranges of gradients that it reduces."""
         self.experts = Experts(trainer.chunks, self.config.power_iterations)
         self.owned = owned_ranges(trainer.optimizer)
         self.clip = trainer.config.optimizer.clip_grad
 
     @property
     def interacts(self) -> bool:
-        """True if experts attract or repel each other. Otherwise all experts, also idle ones, are updated as without VP2O."""
+        """True if experts attract or repel each other. If False, all experts, also idle ones, are updated as without VP2O."""
         return self.config.neighbors != 1 or bool(self.config.repulsion)
 
     def idle(self, number: int) -> list[bool]:
-        """Return, for each of this rank's experts of a layer, True if this update must not change it."""
+        """Return a flag for each of this rank's experts of a layer: True if this update must not change the expert."""
         found = self._interactions.get(number)
         count = len(self.experts.layers[number].outputs)
         if found is None or not self.interacts:
@@ -105,7 +108,7 @@ class Stein(UpdateHook):
     # -- one update, in this order ------------------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Select the route tables for co-activation: all micro-batches of the rollout batch that had a pass before."""
+        """Select the route tables for co-activation: all micro-batches of the rollout batch that have had a forward pass."""
         if stage == "update":
             found = (batch.routes for update in place.rollout or [batches] for batch in update)
             self._tables = [table for table in found if table is not None]
@@ -135,7 +138,7 @@ class Stein(UpdateHook):
 
     @torch.no_grad()
     def after_reduction(self) -> None:
-        """Add the gradient of the repulsion to the gradients of the output projections. Collective."""
+        """Add the repulsion, which is a gradient of the kernel, to the gradients of the output projections. Collective."""
         layers, replicas = self.experts.layers, self.experts.replica_group.size()
         of_outputs = {number: self._square(layer.outputs) for number, layer in layers.items()}
         attraction = {
@@ -184,7 +187,7 @@ class Stein(UpdateHook):
                 return
 
     def before_step(self, preview: StepPreview) -> float:
-        """Copy this process's parameters, fp32 weights and moments of idle experts, which the step must not change."""
+        """Copy what the step must not change: this process's parameters, fp32 weights and moments of idle experts."""
         found = [
             tensor
             for number, layer in self.experts.layers.items()
@@ -198,7 +201,7 @@ class Stein(UpdateHook):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Restore the copies of idle experts, and discard prototypes if the weights have changed."""
+        """Restore idle experts from their copies, and discard cached prototypes if the weights have changed."""
         for tensor, before in self._still:
             tensor.copy_(before)
         self._still = []
@@ -212,7 +215,7 @@ class Stein(UpdateHook):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _counts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return O [N, N] and the update's active experts [N] by layer, over all processes, with one reduction."""
+        """Return {layer: (co-activation shares [N, N], True for active experts [N])} over all processes, with one reduction."""
         layers = self.experts.layers
         if not layers:
             return {}
@@ -246,7 +249,7 @@ class Stein(UpdateHook):
         return _Interaction(together, active, alpha, stein.neighbor_weights(repel), kernel, mixing)
 
     def _repulsion(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the factors of the kernel's gradient for this rank's experts."""
+        """Return the factors (a, x, b, p) of the kernel's gradient a x^T + b p^T for each of this rank's experts."""
         layer, found = self.experts.layers[number], self._interactions[number]
         return stein.kernel_gradient(
             self.experts.output_weights(layer.outputs),
@@ -267,7 +270,7 @@ class Stein(UpdateHook):
         return parts.sqrt().t().tolist()
 
     def _dominates(self, number: int, repulsion: float, attraction: float) -> bool:
-        """Return True if a layer's repulsion is larger than its attraction or than the clipping norm. Warn once."""
+        """Return True if a layer's repulsion is larger than its attraction or than the clipping norm. Warn the first time."""
         limits = {"the norm of its experts' gradients": attraction}
         if self.clip:
             limits["optimizer.clip_grad"] = self.clip
@@ -288,7 +291,7 @@ class Stein(UpdateHook):
         return next(iter(self.experts.layers.values())).start.device
 
     def _mix(self, slices: list[ExpertSlice], mixing: Tensor, exchange: Exchange, stays: list[bool]) -> None:
-        """Set g_i to sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
+        """Replace each expert's gradient g_i of one parameter by sum_j mixing_ij g_j, some columns at a time."""
         flat = [one.main_grad.view(-1) for one in slices]
         columns = max(1, CHUNK // len(mixing))
         for first in range(0, flat[0].numel(), columns):
@@ -300,7 +303,7 @@ class Stein(UpdateHook):
                     gradient[place] = row
 
     def _square(self, slices: list[ExpertSlice]) -> float:
-        """Return the squared norm of the gradients of these slices, as this process's part of the sum over processes."""
+        """Return the squared norm of the gradients of these slices, as this process's summand of the sum over processes."""
         parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if self.owned is not None:
             return _square_of(_gradient(p).view(-1)[self.owned[p]] for p in parameters if p in self.owned)
@@ -319,7 +322,10 @@ class Stein(UpdateHook):
 
 
 def of_layers(layers: Mapping[int, Mapping[str, Metric]]) -> Metrics:
-    """Return metrics vp2o/layer_LL/NAME of one update, which also enter vp2o/NAME; several updates give their mean."""
+    """Return one update's metrics under the names vp2o/layer_LL/NAME; vp2o/NAME merges all layers.
+
+    Several updates of a step are averaged.
+    """
     return {
         f"vp2o/layer_{layer:02}/{name}": replace(metric, across="mean", also=(f"vp2o/{name}",))
         for layer, metrics in layers.items()
@@ -340,7 +346,7 @@ def _square_of(tensors: Iterable[Tensor]) -> float:
 
 
 def _rank_two_square(a: Tensor, x: Tensor, b: Tensor, p: Tensor) -> float:
-    """Sum of the squares of a x^T + b p^T over the experts."""
+    """Return the sum of the squared elements of a x^T + b p^T over the experts."""
     dot = partial(torch.einsum, "nd,nd->n")
     square = dot(a, a) * dot(x, x) + dot(b, b) * dot(p, p) + 2 * dot(a, b) * dot(x, p)
     return float(square.double().sum())

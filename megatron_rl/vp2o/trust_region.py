@@ -1,16 +1,17 @@
 """VP2O's geometric trust region: it limits how far an update moves the experts of a layer, as weighted by the router.
 
-The anchor is the state of the rollout engine: prototypes and routers at the last push of weights. The trust region compares the
-policy with the anchor on tokens of the current rollout batch. In the paper the actors log their gates. An engine returns routes
-at most, so here the anchor's router computes the gates. Its inputs are the router inputs of the pass of the old policy (or of
-the update's own forward, if there is no such pass). If routes are replayed, both sides compute gates over the replayed experts.
+The anchor is the state of the rollout engine: prototypes and routers at the last weight sync. The trust region compares the
+policy with the anchor on tokens of the current rollout batch. In the paper the actors log their gates. A rollout engine reports
+the chosen experts, but no gates over all experts, so the anchor's router recomputes the gates here. The inputs of this router
+come from the forward pass that computes the old log-probs (or from the update's own forward pass, if there is no other). If
+routes are replayed, the gates of policy and anchor cover the replayed experts.
 
 A step is judged before it is taken (`trainer.preview`). A refused step therefore leaves all parameters, the optimizer and the
 random states unchanged, bit for bit, without a copy.
 
-Both sides of a comparison iterate from the anchor's prototypes. The transform starts from a fixed vector instead. From a fixed
-start a small step can turn the singular vector past a right angle to this start, and the prototype then swings through another
-direction. Halved steps would never get beyond this point.
+For a comparison, the power iterations of both policy and anchor start from the anchor's prototypes. (The transform's iterations
+start from a fixed vector.) With a fixed start, a small step can make the singular vector orthogonal to the start vector. The
+iteration then converges to another direction, and the prototype jumps. Halving the step would not help.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from megatron_rl.vp2o.expert_groups import ExpertLayer, Experts, stacked
 from megatron_rl.vp2o.transform import Stein, of_layers
 
 PARTS = 4
-"""Number of parts in which the output projections of a layer are previewed. One part with its moments and gradients needs at
+"""Number of parts in which the output projections of a layer are previewed. One part, with its moments and gradients, needs at
 most the memory of one layer's gradients."""
 TRACKING = 8
-"""Power iterations from the anchor's prototypes to the prototypes of other weights. With fewer iterations, a turn among
-directions of nearly equal singular values has less effect on the shift."""
+"""Number of power iterations from the anchor's prototypes to the prototypes of other weights. With fewer iterations, a rotation
+among directions of nearly equal singular values has less effect on the shift."""
 MOST_BACKTRACKS = 10
-"""Largest number of halvings of a step. After them the update is left out, because it was beyond the limit already."""
+"""Largest number of times that a step is halved. If the step is still too large, the update is skipped."""
 MOST_REFUSED = 16
 """Number of refused updates in a row after which the run ends, because it no longer learns."""
 
@@ -54,23 +55,23 @@ MOST_REFUSED = 16
 @dataclass
 class _Anchor:
     start: Tensor
-    """[N, D_out] prototypes of the engine's weights: start of the power iterations for other weights."""
+    """Prototypes of the engine's weights, [N, D_out]: start of the power iterations for other weights."""
     prototypes: Tensor
-    """[N, D_out] prototypes of the engine's weights, iterated from `start` too."""
+    """Prototypes [N, D_out] after further power iterations from `start` with the same weights."""
     router: list[Tensor]
-    """Weight of the engine's router, and its bias if it has one."""
+    """Weight of the engine's router and, if it has one, its bias."""
 
 
 @dataclass
 class _Seen:
-    """Probe tokens of this process from the rollout batch, in one layer."""
+    """Probe tokens for one layer: this process's sample of the rollout batch's tokens, on which steps are judged."""
 
     hidden: Tensor
-    """[C, d] router inputs."""
+    """Router inputs of the probe tokens, [C, d]."""
     routes: Tensor
-    """[C, k] replayed experts, with sentinels for tokens whose experts the router chooses."""
+    """Replayed experts of the probe tokens, [C, k]; sentinels for tokens whose experts the router chooses."""
     gates: Tensor
-    """[C, N] gates of the anchor's router."""
+    """Gates of the anchor's router for the probe tokens, [C, N]."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +79,28 @@ class Verdict:
     """Decision on a proposed step."""
 
     scale: float
-    """Factor of the learning rate: 1, a power of 1/2, or 0 (the step is left out)."""
+    """Factor of the learning rate: 1, a power of 1/2, or 0 (the step is skipped)."""
     backtracks: int
     """Number of times the step was halved."""
     shifts: dict[int, float]
-    """Barycenter shift of the proposed step (before halving), by layer of this process's pipeline stage."""
+    """Barycenter shift of the proposed step (before halving), for each layer of this process's pipeline stage."""
 
 
 @dataclass
 class Probed:
-    """Values of the probe tokens that the first pass of a micro-batch stores."""
+    """Data of a micro-batch's probe tokens, which its first forward pass stores."""
 
     rows: Tensor = field(default_factory=lambda: torch.arange(0))
-    """[C] int64: rows of the probe tokens."""
+    """Rows of the probe tokens in the micro-batch, [C] int64."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    """Layer -> router inputs [C, d]."""
+    """{layer: router inputs [C, d]}."""
 
 
 class Probe(RouteObserver):
-    """Stores the router inputs of some evenly spaced counted tokens, in the first pass of a micro-batch."""
+    """Stores the router inputs of some evenly spaced counted tokens in the first forward pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, tokens: int) -> None:
-        """tokens: largest number of probe tokens."""
+        """Create it. tokens: largest number of probe tokens."""
         self.found, self.first = table.left(Probed), not table.left(Probed).hidden
         if self.first:
             self.found.rows = table.evenly_spaced(tokens)
@@ -112,10 +113,10 @@ class Probe(RouteObserver):
 
 
 class TrustRegion(UpdateHook):
-    """Holds the anchors of all layers of this process, and judges steps."""
+    """Stores the anchors of this process's layers, and decides how much of each step may be taken."""
 
     def __init__(self, config: VP2OConfig, stein: Stein, source: RouteSource = "none") -> None:
-        """stein: the transform, attached before this hook. source: source of the routes that updates replay."""
+        """Create it. stein: the transform, attached before this hook. source: source of the routes that updates replay."""
         self.config = config
         self._stein = stein
         self._source: RouteSource = source
@@ -158,7 +159,7 @@ class TrustRegion(UpdateHook):
         self.verdict = None
 
     def observers(self, table: RouteTable, stage: Stage, place: UpdateContext) -> list[RouteObserver]:
-        """Return the probe of the micro-batch."""
+        """Return the observer that stores the micro-batch's probe tokens."""
         return [Probe(table, self._probe_tokens)]
 
     @torch.no_grad()
@@ -175,7 +176,7 @@ class TrustRegion(UpdateHook):
                 self._seen[number] = _Seen(hidden, routes, gates)
 
     def _routes(self, table: RouteTable, layer: int) -> Tensor:
-        """Return the experts [T, k] that updates replay, with sentinels for tokens that are not replayed."""
+        """Return the experts [T, k] that updates replay; sentinels for tokens whose experts are not replayed."""
         routes = None if self._source == "none" else reference_routes(table, self._source, layer)
         if routes is not None:
             return routes
@@ -188,7 +189,7 @@ class TrustRegion(UpdateHook):
         return self.verdict.scale
 
     def metrics(self) -> Metrics:
-        """Return the decision on the step, and the shift by layer."""
+        """Return the decision on the step, and the shift of each layer."""
         verdict = self.verdict or Verdict(1.0, 0, {})
         return {
             "update/rejected": alike(float(verdict.scale == 0.0), across="sum"),
@@ -264,6 +265,9 @@ def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
 
 
 def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor], routes: Tensor) -> Tensor:
-    """Return the gates [C, N] of a router with these parameters for these inputs, over replayed or self-chosen experts."""
+    """Return the gates [C, N] of a router with the given parameters and inputs.
+
+    The gates cover the replayed experts of a token, or the router's own choice if the token is not replayed.
+    """
     weight, *bias = parameters
     return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32), routes)

@@ -1,7 +1,7 @@
 """SGLang external model package: MoE models with a route predictor inside each router.
 
-A server finds it through SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models. For all other architectures SGLang uses its own
-classes as before. This package imports torch, numpy and SGLang, but not the trainer.
+A server finds this package through SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models. For all other architectures, SGLang uses
+its own classes. This package imports torch, numpy and SGLang, but not the trainer.
 """
 
 from __future__ import annotations

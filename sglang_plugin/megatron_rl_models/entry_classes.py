@@ -1,4 +1,4 @@
-"""SGLang's model classes with route predictors, under their original names."""
+"""SGLang's model classes with route predictors added. The classes keep their original names."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ EntryClass = [
         Qwen3MoeForCausalLM,
     )
 ]
-"""Model classes that SGLang registers by their class name."""
+"""Model classes that SGLang registers under their class names."""

@@ -1,4 +1,4 @@
-"""Router features of sampled tokens, returned with the reply if the request asks for them."""
+"""Router features (inputs and logits) of sampled tokens, which a reply contains if the request asks for them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
 KEY = "router_features"
-"""Field of meta_info: one entry per response token, None for tokens without features."""
+"""Field of a reply's meta_info: one entry per response token, None for tokens without features."""
 STRIDE = "router_feature_stride"
-"""Field of the model's config, set with --json-model-override-args: distance between tokens with features."""
+"""Field of the model's config (set with --json-model-override-args): distance between the tokens that have features."""
 ASKS = ("router-features-", "router-logits-")
-"""Prefixes of the ids of requests for features (inputs and logits), and of requests for logits only; same in the client."""
+"""Prefixes of request ids. The first asks for router inputs and logits, the second for logits only. The client has a copy."""
 MAX_REQUESTS = 1 << 16
 """Largest number of requests whose prompt length is remembered."""
 
 
 class FeatureExport:
-    """Router inputs h and router logits z (before route prediction) of the passes that sampled response tokens 0, s, 2s, ...
+    """Router inputs h and router logits z (before route prediction) of the forward passes that sampled tokens 0, s, 2s, ...
 
-    Only requests that ask for features get them. Response token i is sampled from the input token at position
-    prompt_length - 1 + i. Its entry is base64 of two little-endian arrays. The first is h of all MoE layers, [layers, hidden],
-    in the model's dtype, left out if the request asks only for logits. The second is z, [layers, experts], in fp32.
+    s is the stride. Only requests that ask for features get them. Response token i is sampled from the input token at position
+    prompt_length - 1 + i. Its entry is the base64 code of two little-endian arrays. The first is h of all MoE layers, [layers,
+    hidden], in the model's dtype. It is left out if the request asks only for logits. The second is z, [layers, experts], in
+    fp32.
     """
 
     def __init__(self, stride: int):
-        """Errors: NotImplementedError for server options with which the rows of a router are not the rows of the batch."""
+        """Errors: NotImplementedError for server options with which the rows of a router's input are not the batch's rows."""
         self.stride = stride
         parallel, execution = get_parallel(), get_exec()
         refused = {
@@ -53,7 +54,7 @@ class FeatureExport:
         return cls(stride) if stride else None
 
     def begin(self, batch) -> None:
-        """Select the rows of a forward pass. batch: SGLang's ForwardBatch."""
+        """Select the rows of a forward pass whose features are kept. batch: SGLang's ForwardBatch."""
         if batch.forward_mode.is_decode():
             rows, lengths = range(batch.batch_size), batch.seq_lens.tolist()
         elif batch.forward_mode.is_extend():
@@ -80,14 +81,14 @@ class FeatureExport:
         self._logits: list[Tensor] = []
 
     def keep(self, layer: int, h: Tensor, z: Tensor) -> None:
-        """Store h [T, hidden] and z [T, experts] of MoE layer `layer`."""
+        """Store the selected rows of h [T, hidden] and z [T, experts] of MoE layer `layer`."""
         if self._chosen and self._sends:
             assert layer == len(self._hidden), "routers did not run in the order of the layers"
             self._hidden.append(h[self._rows])
             self._logits.append(z[self._rows].float())
 
     def finish(self) -> dict[str, list[str | None]]:
-        """Return the entries of the pass, one per request."""
+        """Return the entries of the forward pass, one per request."""
         entries: list[str | None] = [None] * self._requests
         if self._hidden:
             hidden, logits = torch.stack(self._hidden, 1).cpu(), torch.stack(self._logits, 1).cpu()

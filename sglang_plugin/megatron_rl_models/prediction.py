@@ -1,8 +1,8 @@
-"""Route prediction in a served model: router logits z of a token with router input h become z + W_p h.
+"""Route prediction in a served model. A router with input h and logits z uses the logits z + W_p h instead.
 
-Everything after the logits (top-k, weights, the record of the chosen experts) is the model's own code. W_p is a parameter of
-the router module, so it is loaded, hashed and updated like every other weight: next to `...mlp.gate.weight` there is
-`...mlp.gate.predictor.weight` [experts, hidden] fp32. Hugging Face folders do not contain it, so it is zero until the trainer
+All steps after the logits (top-k, gates, the record of the chosen experts) are the model's own code. W_p is a parameter of the
+router module, so SGLang loads, hashes and updates it like every other weight. Next to `...mlp.gate.weight` there is
+`...mlp.gate.predictor.weight` [experts, hidden] fp32. Hugging Face folders do not contain W_p, so it is zero until the trainer
 pushes it.
 """
 
@@ -30,12 +30,12 @@ class Predictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(experts, hidden, dtype=torch.float32), requires_grad=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Map h [T, hidden] -> [T, experts] fp32."""
+        """Return W_p h for h [T, hidden]: [T, experts] fp32."""
         return nn.functional.linear(h.float(), self.weight)
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers of a model by name, in layer order: the projection in the same block as each top-k module."""
+    """Return {name: router} of a model in layer order. A router is the linear layer in the same block as a top-k module."""
     routers = {}
     for name, block in model.named_modules():
         topk = getattr(block, "topk", None)
@@ -50,7 +50,7 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_platform() -> None:
-    """Check the platform. Errors: NotImplementedError if SGLang's kernels would use a router's weight without its forward."""
+    """Check the hardware. Errors: NotImplementedError if SGLang's kernels would use a router's weight without its forward."""
     if not (is_cuda() or is_cpu()):
         raise NotImplementedError(
             "route prediction needs an NVIDIA GPU or a CPU: SGLang's fused routers for other devices would ignore it"
@@ -77,7 +77,7 @@ def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
                 router.register_forward_hook(functools.partial(self._predict, layer))
 
         def _predict(self, layer: int, router: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-            """Return z + W_p h in fp32 (forward hook of a router). In bf16 a small prediction would be rounded away."""
+            """Return z + W_p h in fp32 (forward hook of a router). In bf16, rounding would remove a small prediction."""
             h = args[0]
             z, *rest = output if isinstance(output, tuple) else (output,)
             if self._export is not None:
@@ -98,7 +98,7 @@ def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
             return super().load_weights(self._load_predictors(weights), *args, **kwargs)
 
         def _load_predictors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            """Load the predictors' weights and yield all others: not all model loaders accept unknown weights."""
+            """Load the predictors' weights and yield all others, because not all model loaders accept unknown weights."""
             for name, weight in weights:
                 if not name.endswith(SUFFIX):
                     yield name, weight

@@ -1,7 +1,7 @@
-"""SGLang plugin (entry point group `sglang.srt.plugins`): the engine's side of weight sync, with or without a GPU.
+"""SGLang plugin (entry point group `sglang.srt.plugins`): the engine's part of weight sync and replay, with or without a GPU.
 
-`pip install --no-deps ./sglang_plugin` installs it into SGLang's environment. Each process of a server finds and calls
-`register`. The package itself imports torch, but not the trainer.
+`pip install --no-deps ./sglang_plugin` installs the plugin into SGLang's environment. Each process of a server finds and calls
+`register`. The package imports torch, but not the trainer.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ def register() -> None:
     """Register all hooks of the plugin.
 
     The hooks change SGLang in these points:
-    - Checksums are fingerprints that add up over fused tensors. For FP8 the stored weights and scales are hashed; SGLang
-      would hash their product in bf16.
-    - A weight update may lie in the trainer's shared memory.
-    - Routes of replies use small integers. If the server's model config asks for gates, gates are added to the routes.
-    - Requests may have seeds.
+    - Checksums are fingerprints that add up over fused tensors. In FP8, the stored weights and scales are hashed; SGLang would
+      hash their product in bf16.
+    - The weights of an update may be in the trainer's shared memory.
+    - Replies contain routes as small integers. If the server's model config asks for gates, replies contain them too. -
+    Requests may have seeds.
     - Sinks are in fp32 if the model is in fp32.
     - Heads of all widths can be served in bf16.
-    - Under `precision.identical` the model uses the trainer's operators.
-    - For `certify` the model records the outputs of its operators.
+    - With `precision.identical`, the model uses the trainer's operators.
+    - For `megatron-rl certify`, the model records the outputs of its operators.
     - A request names its logit processor; nothing is unpickled.
-    - The store of processes that rendezvous on 127.0.0.1 listens only there.
+    - The rendezvous store of processes that meet on 127.0.0.1 listens only on this address.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler

@@ -1,9 +1,9 @@
-"""Fingerprint: a checksum of a weight that survives fusing and sharding. The trainer and SGLang both compute it.
+"""Fingerprint: a checksum of a weight that can be computed from its parts. The trainer and SGLang both compute it.
 
-SGLang's `/weights_checker` hashes its own parameters, in which q, k and v are one tensor, and all experts of a layer are one
-tensor. The fingerprint of a fused tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`.
-The trainer can therefore compute the expected value from the Hugging Face tensors one at a time, without building the fused
-tensor.
+SGLang's `/weights_checker` hashes SGLang's own parameters. In these, q, k and v are one tensor, and all experts of a layer are
+one tensor. The fingerprint of a fused tensor is the sum of the fingerprints of its row blocks, each multiplied by a power of
+`ROW_BASE`. The trainer can therefore compute the expected value from the Hugging Face tensors one by one, without building the
+fused tensor.
 
 The trainer imports this module too.
 """
@@ -18,11 +18,12 @@ from torch import Tensor
 
 MODULUS = 1 << 64
 ROW_BASE = 0x9E3779B97F4A7C15
-"""Base of the row weights: row i has the weight ROW_BASE**i. It is 5 modulo 8, so its order modulo 2**64 is the largest."""
+"""Base of the row weights: row i has the weight ROW_BASE**i. Because it is 5 modulo 8, its multiplicative order modulo 2**64 is
+the largest possible."""
 PREFIX = "multilinear64"
-"""First field of the result of `describe`. A checksum without it shows that the server lacks this plugin."""
+"""First field of the result of `describe`. If a checksum has another first field, the server lacks this plugin."""
 _GPU_CHUNK = 1 << 24
-"""Number of words that are multiplied at once on a GPU."""
+"""Number of words that one operation on a GPU multiplies at most."""
 
 
 @lru_cache
@@ -37,7 +38,7 @@ def _powers(count: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return [count] int64: odd random weights of the columns."""
+    """Return [count] int64: odd random factors, one per column."""
     generator = torch.Generator().manual_seed(0x5EED)
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64)
     return keys.bitwise_or_(1).to(device)
@@ -48,7 +49,7 @@ def _ceil_power_of_two(n: int) -> int:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Reshape [..., C] to [R, C], and [N] to [N, 1]. Fused tensors are concatenated along these rows."""
+    """Reshape [..., C] to [R, C], and [N] to [N, 1]. SGLang concatenates fused tensors along these rows."""
     return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -61,24 +62,24 @@ def _words(matrix: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return the fingerprint as a Python number in [0, 2**64). On a GPU this waits for the device."""
+    """Return a tensor's fingerprint as a Python number in [0, 2**64). On a GPU, this waits for the device."""
     return to_integers([fingerprint_tensor(tensor)])[0]
 
 
 def to_integers(fingerprints: list[Tensor]) -> list[int]:
-    """Convert 0-dim int64 tensors of one device to numbers in [0, 2**64), waiting for the device once."""
+    """Convert scalar int64 tensors on one device to numbers in [0, 2**64), with one wait for the device."""
     return [value % MODULUS for value in torch.stack(fingerprints).tolist()] if fingerprints else []
 
 
 def fingerprint_tensor(tensor: Tensor) -> Tensor:
-    """Return the fingerprint of a tensor: 0-dim int64 on its device, in two's complement.
+    """Return the fingerprint of a tensor as a scalar int64 tensor on the same device, in two's complement.
 
     The value is sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
     This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
     along a row, and a polynomial over the rows. A change of one word always changes the fingerprint. A change of several words
-    is missed with a probability of about 2**-32 in the worst case (only sign bits change), and far less in general. Zeros add
-    nothing, so the engine may pad.
+    stays undetected with a probability of about 2**-32 in the worst case (only sign bits change), and far less in general.
+    Zeros add nothing, so the engine may pad tensors with zeros.
     """
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape
@@ -100,11 +101,11 @@ def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def below(value: int, rows: int) -> int:
-    """Return the contribution of a row block with fingerprint `value` that starts at row `rows` of a larger tensor."""
+    """Return what a row block with fingerprint `value`, starting at row `rows` of a larger tensor, adds to its fingerprint."""
     return value * pow(ROW_BASE, rows, MODULUS) % MODULUS
 
 
 def describe(tensor: Tensor) -> str:
-    """Return 'multilinear64:<hex>:<dtype>:<shape>', for example 'multilinear64:00ab...:bfloat16:8,512,256'."""
+    """Return the checksum 'multilinear64:<hex>:<dtype>:<shape>', for example 'multilinear64:00ab...:bfloat16:8,512,256'."""
     shape = ",".join(str(size) for size in tensor.shape)
     return f"{PREFIX}:{fingerprint(tensor):016x}:{str(tensor.dtype).removeprefix('torch.')}:{shape}"

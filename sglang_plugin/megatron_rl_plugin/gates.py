@@ -1,11 +1,11 @@
-"""Returns the engine's gates with its routes, in the same four bytes per entry, for replay of both (routing.replay_gates).
+"""Returns the engine's gates together with its routes, in the same four bytes per entry, for routing.replay_gates.
 
-A gate is the factor of an expert's output in the sum over a token's routed experts, before routed_scaling_factor. It is a
-softmax over the chosen experts, or over all experts if the model does not renormalize, or a sigmoid score divided by the sum of
-scores. A gate is between 0 and 1 and is sent as a fixed-point number.
+A gate is the factor of an expert's output in the sum over a token's chosen experts, before routed_scaling_factor. There are
+three kinds: a softmax over the chosen experts; a softmax over all experts, if the model does not renormalize; or a sigmoid
+score divided by the sum of scores. A gate is between 0 and 1 and is sent as a fixed-point number.
 
 SGLang's RoutedExpertsCapturer returns one int32 for each (token, layer, chosen expert). The low 12 bits remain the expert id,
-and the other 20 bits hold the gate. A server does this if the config of its model has `routed_expert_gates`
+and the other 20 bits hold the gate. A server returns gates if its model's config has `routed_expert_gates`
 (--json-model-override-args).
 """
 
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 OVERRIDE = "routed_expert_gates"
-"""Key of the model's config that asks for gates."""
+"""Key of the model's config with which a server returns gates."""
 ID_BITS = 12
 """Number of bits of an expert id."""
 MOST_EXPERTS = 1 << ID_BITS
 """Largest number of experts per layer."""
 STEPS = (1 << 32 - ID_BITS) - 1
-"""Fixed-point value of a gate of 1: 2^20 - 1. Rounding changes a gate by at most half a step, 5e-7."""
+"""Fixed-point value that stands for a gate of 1: 2^20 - 1. Rounding changes a gate by at most half a step, 5e-7."""
 SCORES = ("softmax", "sigmoid")
-"""Score functions whose gates are supported."""
+"""Score functions of routers whose gates are supported."""
 
 
 def pack(ids: Tensor, gates: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def pack(ids: Tensor, gates: Tensor) -> Tensor:
 
 
 def of_capturer(capturer: Any, *, model: torch.nn.Module, model_config: Any, **_: Any) -> Any:
-    """Turn gates on if the model's config asks for them (hook after RoutedExpertsCapturer.create, when a server starts).
+    """Switch gates on if the model's config asks for them (hook after RoutedExpertsCapturer.create, when a server starts).
 
     Errors: NotImplementedError if the model or the server cannot return gates.
     """
@@ -75,7 +75,7 @@ def capture(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Capture experts and gates (hook around _post_process_topk_ids, in which SGLang captures only the experts)."""
+    """Record experts and gates (hook around _post_process_topk_ids, in which SGLang records only the experts)."""
     from sglang.srt.layers.moe import topk
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 

@@ -1,4 +1,4 @@
-"""The engine's side of `precision.identical`: gives a loaded model the trainer's operators if its config asks for them."""
+"""The engine's part of `precision.identical`: a loaded model gets the trainer's operators if its config asks for them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from typing import Any
 
 FLAG = "megatron_rl_identical"
-"""Key of a served model's config (--json-model-override-args); its value is the path of the trainer's operators."""
+"""Key of a served model's config (--json-model-override-args). Its value is the path of the trainer's operators."""
 OPERATORS = "megatron_rl_operators"
-"""Name under which the operators are imported."""
+"""Name under which the trainer's operators are imported as a module."""
 
 
 def load(path: str) -> None:
-    """Import the trainer's operators as the module OPERATORS. Their package is not in SGLang's environment."""
+    """Import the trainer's operators from a file as the module OPERATORS, because SGLang's environment lacks their package."""
     spec = importlib.util.spec_from_file_location(OPERATORS, path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[OPERATORS] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
@@ -21,7 +21,10 @@ def load(path: str) -> None:
 
 
 def after_load(_result: None, runner: Any, *_, **__) -> None:
-    """Install the operators (hook after `ModelRunner.load_model`). Errors: NotImplementedError that names the module."""
+    """Install the operators (hook after `ModelRunner.load_model`).
+
+    Errors: NotImplementedError naming the unsupported module.
+    """
     path = getattr(runner.model_config.hf_config, FLAG, None)
     if path is None:
         return

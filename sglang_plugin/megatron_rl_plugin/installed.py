@@ -1,6 +1,7 @@
 """Hash of the installed code of this package: `python -m megatron_rl_plugin.installed` prints it, or an empty line.
 
-A non-editable installation does not follow its checkout. The trainer therefore compares the hash with its own.
+A non-editable installation does not change when its source changes. The trainer therefore compares this hash with the hash of
+its own copy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-"""Folder that holds the packages."""
+"""Folder that holds this package and the other packages in PACKAGES."""
 PACKAGES = ("megatron_rl_models", "megatron_rl_plugin", "sglang_on_cpu")
 
 
@@ -23,7 +24,7 @@ def code(root: Path = ROOT) -> str:
 
 
 def installed_code() -> str | None:
-    """Return the hash of the installed code; None if SGLang cannot find it (code that is only on the path)."""
+    """Return the hash of the installed code; None if SGLang cannot find the plugin, because it is only on the path."""
     return code() if entry_points(group="sglang.srt.plugins", name="megatron_rl") else None
 
 

@@ -1,7 +1,8 @@
-"""Weight buckets in the trainer's memory that the engine maps: shared memory without a file name, a daemon or a copy.
+"""Weight buckets in the trainer's host memory that the engine maps. They need no file name, no helper process and no copy.
 
-torch's own ways need a key of the parent process (file descriptors) or leave a helper process behind (file names). A memfd
-disappears with the trainer process, however the process ends. On the same machine the engine opens it as /proc/PID/fd/N.
+torch's own methods need a key of the parent process (file descriptors), or leave a helper process running (file names). A memfd
+(an anonymous file in memory) disappears with the trainer process, however the process ends. On the same machine, the engine
+opens it as /proc/PID/fd/N.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ MODULE = "megatron_rl_plugin.memory"
 NAME = "megatron_rl_bucket"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
-"""Functions that the engine's unpickler must allow."""
+"""Functions that the engine's restricted unpickler must allow."""
 
 
 def allocate(nbytes: int) -> Tensor:
-    """Allocate [nbytes] uint8 in shared memory. Other processes of this machine can open it at `.shared.path`."""
+    """Allocate a uint8 tensor [nbytes] in shared memory. Other processes of this machine can open the path `.shared.path`."""
     descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -54,9 +55,9 @@ def dump_call(name: str, arguments: tuple, pickler: type[pickle.Pickler] = pickl
 def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
     """Return the dict that SGLang's load_format `flattened_bucket` expects, with data in the trainer's memory at `path`.
 
-    The mapping is copy-on-write, because all ranks and servers share this memory: SGLang's loader of gpt-oss sets the biases
-    that it gets to zero on all tensor-parallel ranks except the first. Errors: ValueError if `path` is not a bucket of this
-    user's trainer.
+    The mapping is copy-on-write, because all ranks and servers share this memory and a loader may change its input. For
+    example, SGLang's loader of gpt-oss sets the given biases to zero on all tensor-parallel ranks except the first. Errors:
+    ValueError if `path` is not a bucket of this user's trainer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -75,10 +76,10 @@ def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
 
 
 def own_copy(bucket: dict) -> dict:
-    """Return the bucket with a copy of its data, which is GPU memory of the trainer. The loader may then write to the copy.
+    """Return the bucket with a copy of its data, which is the trainer's GPU memory. The loader may then change the copy.
 
-    Returns only after the copy is complete, because SGLang's reply does not wait for GPU kernels, and after the reply the
-    trainer overwrites this memory.
+    The function returns after the copy is complete. SGLang's reply does not wait for GPU kernels, and the trainer overwrites
+    its memory after the reply.
     """
     copy = bucket["flattened_tensor"].clone()
     if copy.is_cuda:

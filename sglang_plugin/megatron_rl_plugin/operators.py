@@ -1,8 +1,8 @@
-"""Gives a served model the trainer's operators under `precision.identical`, for results that are equal bit for bit.
+"""With `precision.identical`, gives a served model the trainer's operators, so that both sides' results are equal bit for bit.
 
-`ops/batch_invariant.py` of the trainer's package is loaded by its path (`identical.load`). After SGLang has built a model, the
-forward of each module is replaced by the matching operator of this file. A module with weights but without a matching operator
-stops the server, because its results would differ.
+`identical.load` imports `ops/batch_invariant.py` of the trainer's package by its path. After SGLang has built a model, the
+matching operators in this file replace the forward functions of its modules. A module with weights but without a matching
+operator stops the server, because its results would differ.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replace_softmax() -> Any:
 
 
 def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give each module the trainer's operator. config: content of config.json. Errors: NotImplementedError."""
+    """Replace the operator of each module by the trainer's. config: content of config.json. Errors: NotImplementedError."""
     rotary = ops.Rotary.of(config)
     gates = {id(gate) for block in model.modules() if (gate := _gate_of(block)) is not None}
     rotated = set()
@@ -88,7 +88,7 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
 
 
 def real_widths(config: dict[str, Any]) -> dict[int, int]:
-    """Return padded MLP width -> the model's own width. SGLang pads widths on a CPU and keeps both in its config."""
+    """Return {padded MLP width: the model's own width}. SGLang pads widths on a CPU and keeps both in its config."""
     names = ("moe_intermediate_size", "intermediate_size")
     padded = {config[name]: config[f"original_{name}"] for name in names if config.get(f"original_{name}")}
     shared = config.get("n_shared_experts") or 1  # shared experts are one MLP of this many widths
@@ -96,20 +96,23 @@ def real_widths(config: dict[str, Any]) -> dict[int, int]:
 
 
 def _gate_of(block: nn.Module) -> nn.Module | None:
-    """Return the router's linear layer of a block with experts, or None for other blocks."""
+    """Return the router's linear layer if the block has experts; else None."""
     if not hasattr(block, "topk") or not hasattr(block, "experts"):
         return None
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
 class Product(UnquantizedLinearMethod):
-    """SGLang's `quant_method` of a linear layer. width: number of inputs without padding; None: no padding."""
+    """The trainer's matrix multiplication for a linear layer of SGLang.
+
+    width: number of inputs without padding; None: no padding.
+    """
 
     def __init__(self, width: int | None = None) -> None:
         self.width = width
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the linear layer: x [T, K] -> [T, N]."""
+        """Compute a linear layer: x [T, K] -> [T, N]."""
         out = ops.linear(x[..., : self.width], layer.weight[:, : self.width])
         return out if bias is None else out + bias
 
@@ -122,7 +125,7 @@ def gate_forward(gate: nn.Module, x: Tensor, *_, returns_bias: bool, **__) -> An
 
 
 def norm_forward(norm: nn.Module, x: Tensor, residual: Tensor | None = None, *_, **__) -> Any:
-    """Return the norm of x; with a residual, the norm of x + residual and this sum, rounded as in the trainer."""
+    """Return the norm of x. With a residual, return the norm of x + residual, and this sum, rounded as in the trainer."""
     weight, eps = norm.weight, norm.variance_epsilon
     if residual is None:
         return ops.rms_norm(x, weight, eps)
@@ -133,7 +136,7 @@ def norm_forward(norm: nn.Module, x: Tensor, residual: Tensor | None = None, *_,
 def rotary_forward(
     rotary: nn.Module, table: tuple[Tensor, Tensor], positions: Tensor, query: Tensor, key: Tensor, *_, **__
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key [T, heads * head_size]."""
+    """Apply rotary embeddings to query and key [T, heads * head_size]."""
     cosines, sines = (t.index_select(0, positions.flatten()) for t in table)
 
     def rotate(x: Tensor) -> Tensor:
@@ -177,7 +180,10 @@ def gated_forward(x: Tensor, *_, **__) -> Tensor:
 
 
 def routing_of(config: Any) -> Any:
-    """Return the routing rule of a router. Errors: NotImplementedError if the trainer does not support it."""
+    """Return the trainer's routing rule for SGLang's config of a router.
+
+    Errors: NotImplementedError for an unsupported rule.
+    """
     if config.custom_routing_function is not None or config.scoring_func not in ("softmax", "sigmoid"):
         raise NotImplementedError(
             f"precision.identical: a router with scores of the kind '{config.scoring_func}' is not supported"
@@ -195,7 +201,7 @@ def routing_of(config: Any) -> Any:
 
 
 def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tensor, **_) -> Any:
-    """Choose experts: logits [T, E] -> weights and ids [T, k]."""
+    """Choose experts: router logits [T, E] -> gates and expert ids [T, k]."""
     bias = topk.topk_config.correction_bias
     ids = rule.choose(rule.scores_of(router_logits, bias))
     weights = rule.weights(router_logits, ids)
@@ -204,7 +210,7 @@ def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tens
 
 
 def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output: Any, **_) -> Tensor:
-    """Compute the experts and add their outputs: [T, d] -> [T, d]."""
+    """Compute the chosen experts and sum their outputs: [T, d] -> [T, d]."""
     weights, ids = topk_output.topk_weights, topk_output.topk_ids.long()
     config, topk = layer.moe_runner_config, ids.shape[1]
     experts, order = ids.reshape(-1).sort(stable=True)
@@ -227,6 +233,6 @@ def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output:
 
 
 def head_forward(hidden: Tensor, head: nn.Module, embedding_bias: Tensor | None = None, **_) -> Tensor:
-    """Compute the output head: [T, d] -> logits [T, V] in fp32."""
+    """Compute the output head: hidden states [T, d] -> logits [T, V] in fp32."""
     logits = ops.linear(hidden, head.weight, dtype=torch.float32)
     return logits if embedding_bias is None else logits + embedding_bias

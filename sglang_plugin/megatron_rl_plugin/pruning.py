@@ -1,6 +1,6 @@
-"""The engine's side of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled.
+"""The engine's part of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled.
 
-For experiments it can also add a fault: a floor below which the probability of no token falls.
+For experiments, it can also add a fault: a lower bound on every token's probability.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 
 class PruneTail(CustomLogitProcessor):
-    """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (Li et al., "Taming the Tail", eq. 19).
+    """Keeps the tokens {j : z_j >= max(z) + log_rho}, z = logits / temperature (Li et al., "Taming the Tail", eq. 19).
 
-    custom_params of a request: temperature; log_rho (without it all tokens stay); log_floor, which first sets
-    z to max(z, max(z) + log_floor). Afterwards the sampler divides by the temperature and computes log-probs from the remaining
-    logits, so they belong to the pruned, renormalized policy.
+    custom_params of a request: temperature; log_rho (without it, all tokens stay); log_floor, which first sets z to max(z,
+    max(z) + log_floor). Afterwards, the sampler divides the remaining logits by the temperature and computes the log-probs from
+    them. The log-probs therefore belong to the pruned, renormalized policy.
 
-    SGLang keeps one instance as long as requests stay in a batch, and calls it for every token. The instance keeps the
-    parameters of the last call on the device.
+    SGLang keeps one instance as long as requests stay in a batch, and calls the instance for every token. The instance keeps
+    the parameters of the last call on the device.
     """
 
     _found: tuple = ()
-    """Parameters of the last call, with their device."""
+    """Device and parameters of the last call."""
     _columns: tuple[torch.Tensor, ...] = ()
-    """The same parameters as tensors."""
+    """The parameters of the last call as tensors."""
     _plain = False
     """True if all temperatures are 1."""
 

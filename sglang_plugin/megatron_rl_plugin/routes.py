@@ -1,4 +1,4 @@
-"""Sends routes with as few bytes as expert ids need: a quarter of the bytes that SGLang sends between processes and by HTTP."""
+"""Sends each expert id of a route in one or two bytes between processes and by HTTP. SGLang itself sends four bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 WIRE_DTYPES = (torch.uint8, torch.int16)
-"""Dtypes of routes in a reply, smallest first."""
+"""Dtypes of the routes in a reply, smallest first."""
 
 
 def compact(routes: Tensor, capturer: Any = None, *_, **__) -> Tensor:
     """Convert routes [rows, layers, topk] int32 to one byte per id if all ids are below 256, else to two bytes.
 
-    The receiver knows the dtype from the number of bytes. Routes that contain anything else than expert ids (negative numbers,
-    or gates) are not converted. SGLang calls this hook after it has read the rows of a finished request from its buffer, and
-    then sends the bytes of the returned tensor.
+    The receiver infers the dtype from the number of bytes. If routes contain values other than expert ids (negative numbers, or
+    gates), they are not converted. SGLang calls this hook after reading the rows of a finished request from its buffer. It then
+    sends the bytes of the returned tensor.
     """
     if not routes.numel() or getattr(capturer, "with_gates", False):
         return routes

@@ -1,8 +1,8 @@
 """Makes requests with a sampling_seed use this seed, without SGLang's deterministic kernels.
 
-SGLang itself uses the seed only with --enable-deterministic-inference. That option also selects slower kernels, with which no
-bit of the logits depends on the batch. Seeds are useful without these kernels: a draw then does not depend on the number of
-earlier draws. Only a draw very close to the border between two tokens can still differ.
+SGLang itself uses the seed only with --enable-deterministic-inference. This option also selects slower kernels, with which no
+bit of the logits depends on the batch. Seeds are useful without these kernels, because a draw then does not depend on the
+number of earlier draws. Only a draw very close to the border between two tokens can still differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEEDS = 1 << 63
 
 
 def of_requests(info: Any, cls: type, batch: Any, *_, **__) -> Any:
-    """Set the seeds of a batch if any request has one (hook after SamplingBatchInfo.from_schedule_batch)."""
+    """Set the seeds of a batch if any of its requests has one (hook after SamplingBatchInfo.from_schedule_batch)."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if info.sampling_seed is None and any(seed is not None for seed in seeds):
         filled = [random.randrange(SEEDS) if seed is None else seed for seed in seeds]
@@ -26,7 +26,7 @@ def of_requests(info: Any, cls: type, batch: Any, *_, **__) -> Any:
 
 
 def before_merge(info: Any, other: Any) -> None:
-    """Draw random seeds for a batch without seeds that is merged with a batch with seeds (hook before merge_batch).
+    """Draw random seeds for the batch without seeds if only one of two merged batches has them (hook before merge_batch).
 
     SamplingBatchInfo.merge_batch joins seeds only if both batches have them.
     """

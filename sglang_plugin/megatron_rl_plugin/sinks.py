@@ -1,7 +1,7 @@
 """Keeps the attention sinks of gpt-oss in fp32 if the model is served in fp32; SGLang keeps them in bf16 for every --dtype.
 
-In bf16 a sink between 4 and 8 is wrong by up to 0.016, and its share of the attention by up to 1.6 %. A small change by an
-update of the trainer may be lost completely.
+In bf16, rounding changes a sink between 4 and 8 by up to 0.016, and its share of the attention by up to 1.6 %. It may remove a
+trainer update's small change completely.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from torch import nn
 
 
 def in_fp32(_result: None, attention: nn.Module, *_, **__) -> None:
-    """Make the sinks fp32 (hook after `GptOssAttention.__init__`, before weights are loaded). All fp32 kernels accept them."""
+    """Make the sinks fp32 (hook after `GptOssAttention.__init__`, before weights are loaded).
+
+    All fp32 kernels accept fp32 sinks.
+    """
     if attention.qkv_proj.weight.dtype == torch.float32:
         attention.sinks = nn.Parameter(attention.sinks.data.float(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Makes the rendezvous store of a server's processes listen only on loopback; torch's store listens on all addresses."""
+"""Makes the rendezvous store of a server's processes listen only on loopback. torch's store listens on all addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 def on_loopback(
     original: Callable[..., Any], hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: Any
 ) -> Any:
-    """Create a store that listens only on 127.0.0.1, if the processes rendezvous there (hook around _create_c10d_store)."""
+    """Create a store that listens only on 127.0.0.1, if the processes meet at this address (hook around _create_c10d_store)."""
     if rank or not _is_loopback(hostname):
         return original(hostname, port, rank, world_size, timeout, *args)
     listener = socket.create_server((hostname, port), backlog=1024)

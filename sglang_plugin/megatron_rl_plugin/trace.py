@@ -1,7 +1,7 @@
 """Records the outputs of a served model's operators for `megatron-rl certify`: one file per forward pass.
 
-If the config of the model has the key FLAG (--json-model-override-args), the server writes into this folder. Each pass writes
-one file `NUMBER-MODE.pt` (torch.save), which appears only when it is complete:
+The server records if the model's config has the key FLAG (--json-model-override-args), whose value is the folder. Each forward
+pass writes one file `NUMBER-MODE.pt` (torch.save), which appears only when it is complete:
 
     rids:        ids of the requests
 
@@ -11,8 +11,8 @@ one file `NUMBER-MODE.pt` (torch.save), which appears only when it is complete:
 
     values:      {(layer, operator): [R, n]}; layers are counted from 0, None is outside of the layers
 
-If a server uses several GPUs, only its first process writes, and only values that it holds completely: no heads, and no partial
-sums. CUDA graphs do not run hooks, so the server must be started without them.
+If a server uses several GPUs, only its first process writes. It writes only values that it holds completely, so no values split
+by heads, and no partial sums. CUDA graphs do not run hooks, so the server must be started without them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 FLAG = "megatron_rl_trace"
-"""Key of a served model's config; its value is the folder of the files."""
+"""Key of a served model's config. Its value is the folder for the files."""
 
 EMBEDDING, FINAL_NORM = "embedding", "final norm"
-"""Operators outside of the layers."""
+"""Names of the recorded operators outside of the layers."""
 OF_LAYER = (
     "input norm",
     "qkv projection",
@@ -46,12 +46,12 @@ OF_LAYER = (
     "router",
     "MLP",
 )
-"""Operators of a layer, in the order in which they are computed. The four after `qkv projection` belong to multi-latent
-attention: query latents (after their norm, if the model has them), queries, latents, and the norm of the latents. `query` and
-`key` are the inputs of the attention, after rotation. `router` holds the weights of all experts, [R, E], 0 for experts that
-are not chosen."""
+"""Names of the recorded operators of a layer, in the order of their computation. The four after `qkv projection` belong to
+multi-latent attention: query latents (after their norm, if the model has one), queries, latents, and the norm of the latents.
+`query` and `key` are the inputs of the attention, after rotation. `router` holds the gates of all experts, [R, E], with 0 for
+experts that are not chosen."""
 SHARED_OUT = ("qkv projection", "query projection", "query", "key", "attention", "output projection", "MLP")
-"""Operators for which each GPU of a server holds only some heads, or a part of the sum."""
+"""Operators for which each GPU of a server holds only some of the heads, or a partial sum."""
 _OUTPUTS = {
     "input_layernorm": "input norm",
     "self_attn.qkv_proj": "qkv projection",
@@ -64,9 +64,9 @@ _OUTPUTS = {
     "mlp": "MLP",
     "block_sparse_moe": "MLP",
 }
-"""Module of a layer -> operator whose output it returns."""
+"""{module of a layer: operator whose output the module returns}."""
 _INPUTS = {"self_attn.o_proj": "attention", "self_attn.q_b_proj": "query latents"}
-"""Module of a layer -> operator whose output is the input of the module."""
+"""{module of a layer: operator whose output is the module's input}."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
@@ -83,7 +83,7 @@ def after_load(_result: None, runner: Any, *_, **__) -> None:
 
 
 class Trace:
-    """Records the current pass, and writes each pass to a file."""
+    """Records the current forward pass, and writes each forward pass to a file."""
 
     def __init__(self, folder: Path, *, alone: bool) -> None:
         """alone: True if this process has the whole model."""
@@ -93,7 +93,7 @@ class Trace:
         self._values: dict[tuple[int | None, str], Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Register the hooks."""
+        """Register the hooks that record the model's operators."""
         from sglang.srt.layers.moe.topk import TopK
         from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -148,7 +148,10 @@ class Trace:
         self.see(layer, "router", experts.scatter_(1, ids, weights))
 
     def see(self, layer: int | None, operator: str, value: Tensor) -> None:
-        """Store a copy of an operator's output [R, ...] in the current pass, because later operators may change it in place."""
+        """Store a copy of an operator's output [R, ...] of the current pass.
+
+        Later operators may change the original in place.
+        """
         if self._batch is not None and (self.alone or operator not in SHARED_OUT):
             self._values[layer, operator] = value.detach().reshape(len(value), -1).cpu().clone()
 

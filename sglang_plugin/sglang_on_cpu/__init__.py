@@ -1,8 +1,8 @@
 """SGLang's server on a machine without a GPU: `python -m sglang_on_cpu ARGUMENTS` replaces `python -m sglang.launch_server`.
 
-The program puts the folder `stand_ins/` first on its path, and its children inherit the path. The folder holds stand-ins for
-the packages `flashinfer`, `sgl_kernel` and `torch_memory_saver`; `replacements.py` has the other replacements. A machine with
-CUDA uses none of this: nothing starts this module there, and `import sgl_kernel` finds the real package.
+The program puts the folder `stand_ins/` first on Python's import path, which its child processes inherit. The folder holds
+stand-ins for the packages `flashinfer`, `sgl_kernel` and `torch_memory_saver`. `replacements.py` has the other replacements. On
+a machine with CUDA, nothing starts this module, and `import sgl_kernel` finds the real package.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REPLACED = {
         "the original refuses torch_native for gpt-oss, because it lacks sinks and windows; the replacement supports both"
     ),
 }
-"""Every replaced part of SGLang, with the reason."""
+"""{replaced part of SGLang: reason}."""
 
 FLAGS = [
     *("--device", "cpu"),
@@ -74,16 +74,17 @@ FLAGS = [
     "--sleep-on-idle",  # otherwise the scheduler polls: one core busy while the trainer needs it
     "--skip-server-warmup",
 ]
-"""Flags that precede the flags of the command line, which override them."""
+"""Default flags of the server. They precede the flags on the command line, which override them."""
 
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment variables that are set unless they are set already. Waiting threads must sleep. Spinning threads starve the
-thread that they wait for as soon as another process (the trainer) needs a core; this was measured to be 20 times slower."""
+"""Environment variables and their values, set unless the user has set them. OMP_WAIT_POLICY makes waiting threads sleep.
+Otherwise they spin, and starve the thread for which they wait as soon as another process (the trainer) needs a core. Spinning
+was measured to be 20 times slower."""
 
 
 def prepare() -> None:
-    """Set up stand-ins and ENVIRONMENT for this process and its children. Call it before torch is imported."""
+    """Set up stand-ins and ENVIRONMENT for this process and its children. Must be called before torch is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(STAND_INS))

@@ -1,4 +1,4 @@
-"""Attention over SGLang's paged key-value cache in plain torch, all requests of a batch at once.
+"""Attention over SGLang's paged key-value cache in plain torch, for all requests of a batch at once.
 
 SGLang's `torch_native` backend loops over the requests in Python and does not support attention sinks. This backend gathers
 the keys of many requests into one padded block and calls scaled_dot_product_attention on it once.
@@ -14,11 +14,11 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
 MAX_MASK_ELEMENTS = 1 << 22
-"""Largest number of padded [requests, query tokens, key tokens] elements of one call, which bounds the memory of padding."""
+"""Largest number of elements in a padded mask [requests, query tokens, key tokens], which limits the memory for padding."""
 
 
 class Block:
-    """Requests that are computed together, padded to the longest one.
+    """Requests that are computed together, padded to the size of the longest one.
 
     query_rows: [B, Q], rows of the batch's query tensor (row 0 for padding); key_slots: [B, K], slots in the key-value cache;
     visible: [B, Q, K] bool, or None if every query sees every key; valid: [B, Q] bool, or None if no query is padding.
@@ -41,7 +41,7 @@ class Block:
             self.visible = None
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return the mask [B, Q, K] bool, or None if every query sees every key. Query i sees keys i - window <= j <= i."""
+        """Return the mask [B, Q, K] bool; None if every query sees every key. Query i sees the keys i - window <= j <= i."""
         if window is None:
             return self.visible
         near = self.key_positions >= self.query_positions[:, :, None] - window
@@ -49,7 +49,7 @@ class Block:
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
-    """Replaces the `torch_native` backend; cross-attention and encoders use the original."""
+    """Replaces SGLang's `torch_native` backend. Cross-attention and encoders use the original."""
 
     def init_forward_metadata(self, forward_batch):
         super().init_forward_metadata(forward_batch)
@@ -71,7 +71,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
     @staticmethod
     def _split(query_lens: torch.Tensor, key_lens: torch.Tensor) -> list[torch.Tensor]:
-        """Sort requests by size and split them so that the padded size of a block is at most MAX_MASK_ELEMENTS."""
+        """Sort requests by size, and split them into blocks with at most MAX_MASK_ELEMENTS elements after padding."""
         count = len(key_lens)
         if count * int(query_lens.max()) * int(key_lens.max()) <= MAX_MASK_ELEMENTS:
             return [torch.arange(count)]
@@ -86,7 +86,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return groups
 
     def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks):
-        """Compute attention of q [T, H * D] over the cache: [T, H * Dv]."""
+        """Compute attention of queries q [T, H * D] over the cache. Returns [T, H * Dv]."""
         pool, heads, kv_heads = self.token_to_kv_pool, layer.tp_q_head_num, layer.tp_k_head_num
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
@@ -122,7 +122,10 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return out.view(-1, heads * layer.v_head_dim)
 
     def _attend_by(self, attend, q, keys, values, layer, window, sinks):
-        """Compute attention of q [T, H, D] by `attend`: [T, H, Dv], with all requests packed in the order of the batch."""
+        """Compute attention of q [T, H, D] with the function `attend`, all requests packed in batch order.
+
+        Returns [T, H, Dv].
+        """
         slots = self.packed_slots
         if self.use_sliding_window_kv_pool and pool_of_window(self.token_to_kv_pool, layer):
             slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
@@ -145,12 +148,15 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 
 def pool_of_window(pool, layer) -> bool:
-    """Return True if the keys of the layer are in the pool of layers with a sliding window."""
+    """Return True if the layer's keys are in the cache for layers with a sliding window."""
     return pool.layers_mapping[layer.layer_id][1]
 
 
 def _with_sink(mask, keys, values, sinks, queries):
-    """Append a sink to mask, keys and values: a zero key and a zero value whose additive mask is the sink logit."""
+    """Append an attention sink to mask, keys and values.
+
+    It is a zero key and a zero value, with the sink's logit in the mask.
+    """
     batch, kv_heads, length, _ = keys.shape
     rows = len(sinks) // kv_heads * queries
     bias = keys.new_zeros(batch, kv_heads, rows, length + 1)

@@ -1,4 +1,4 @@
-"""Experts on the CPU: rows sorted by expert, two matrix products per expert, everything else once over all rows."""
+"""Experts on the CPU. Rows are sorted by expert; each expert has two matrix multiplications, the other work is done once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 
 def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config) -> torch.Tensor:
-    """Compute the MoE layer like SGLang's `moe_forward_native`, which still handles unsupported options.
+    """Compute the MoE layer like SGLang's `moe_forward_native`, which is still used for unsupported options.
 
-    x: [T, d]; layer.w13_weight: [E, 2i, d]; layer.w2_weight: [E, d, i]; biases: fp32 or none. Returns [T, d]. The original
-    runs a dozen operators per expert, and for gpt-oss compiles its activation at the first request.
+    x: [T, d]; layer.w13_weight: [E, 2i, d]; layer.w2_weight: [E, d, i]; biases: fp32 or none. Returns [T, d]. The original runs
+    a dozen operators per expert. For gpt-oss, it also compiles its activation at the first request.
     """
     if config.apply_router_weight_on_input or config.activation != "silu":
         return original(layer, x, topk_output, config)
@@ -32,7 +32,7 @@ def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config)
 
 
 def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Multiply x [T, n], sorted by expert, by each expert's weight [m, n] transposed: [T, m]. counts: rows per expert."""
+    """Multiply x [T, n], sorted by expert, by the transpose of each expert's weight [m, n]: [T, m]. counts: rows per expert."""
     out = x.new_empty(len(x), weight.shape[1])
     start = 0
     for expert, count in enumerate(counts):
@@ -47,7 +47,10 @@ def _add_bias(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor)
 
 
 def _swiglu(x: torch.Tensor, alpha: float | None, limit: float | None) -> torch.Tensor:
-    """Apply SwiGLU: [T, 2i] -> [T, i]. With alpha, as in gpt-oss: interleaved, clamped, sigmoid(alpha * gate), up + 1."""
+    """Apply SwiGLU: [T, 2i] -> [T, i].
+
+    With alpha (gpt-oss), the inputs are interleaved and clamped: gate * sigmoid(alpha * gate) * (up + 1).
+    """
     if alpha is None:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

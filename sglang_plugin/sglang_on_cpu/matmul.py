@@ -1,7 +1,7 @@
-"""Faster matrix products on the CPU: oneDNN instead of MKL for large fp32 weights, and fp32 instead of bf16.
+"""Faster matrix multiplications on the CPU: oneDNN instead of MKL for large fp32 weights, and fp32 instead of bf16.
 
-bf16 products go through fp32 on processors without bf16 instructions, because torch's own loops are many times slower there.
-benchmarks/matmul.py measures both (docs/results.md). A trainer without a GPU uses these products too.
+On processors without bf16 instructions, bf16 matrices are multiplied in fp32, because torch's own bf16 loops are many times
+slower. benchmarks/matmul.py measures both (docs/results.md). A trainer without a GPU also uses this module.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from functools import cache
 import torch
 
 LARGE = 1 << 19
-"""Smallest number of weight elements for which oneDNN is faster; below it the set-up of a call dominates."""
+"""Smallest number of weight elements for which oneDNN is faster. With fewer, setting up a call takes most of the time."""
 FEW_ROWS = 32
-"""Up to this number of rows the weight is the left factor, so that it is read once without being packed."""
+"""Largest number of rows with which the weight is the left factor. It is then read once, without being packed."""
 
 
 MANY_ROWS = 64
-"""Smallest number of rows for which an fp32 copy of a bf16 weight pays off."""
+"""Smallest number of rows for which multiplying an fp32 copy of a bf16 weight is faster."""
 
 
 @cache
@@ -37,7 +37,7 @@ def install() -> torch.library.Library | None:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a [M, K] @ b [K, N]. Weight gradients (a transposed), small products and other dtypes use torch's choice."""
+    """Return a [M, K] @ b [K, N]. Weight gradients (a transposed), small matrices and other dtypes use torch's own choice."""
     if a.dtype is b.dtype is torch.float32 and b.numel() >= LARGE and a.stride(1) == 1 and a.shape[1] == b.shape[0]:
         if a.shape[0] > FEW_ROWS:
             return _linear(a, b.t())

@@ -1,4 +1,4 @@
-"""Replacements inside SGLang for a machine without a GPU; `REPLACED` in __init__.py lists each one with its reason."""
+"""Replacements inside SGLang for a machine without a GPU. `REPLACED` in __init__.py lists each one with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 
 def install() -> None:
-    """Install the replacements in this process and its forks. Call it before SGLang loads its plugins."""
+    """Install the replacements in this process and its forks. Must be called before SGLang loads its plugins."""
     import torch
     from sglang.srt.arg_groups import model_hook
 
@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def _fork(set_start_method, method, force=False):
-    """Set the start method to fork: without a CUDA context, child processes can reuse the imports of the first process."""
+    """Set the start method of processes to fork. Without a CUDA context, they can reuse the first process's imports."""
     set_start_method("fork", force)
 
 
@@ -57,7 +57,7 @@ def _install_in_scheduler() -> None:
 
 
 class Unpinned:
-    """Proxy of torch for modules that pin host tensors (adapter layers), which would need a GPU driver."""
+    """Proxy of torch for modules that pin host tensors (adapter layers). Pinning would need a GPU driver."""
 
     def __init__(self, torch):
         self._torch = torch
@@ -91,6 +91,6 @@ def rope_on_cpu(
     partial_rotary_factor=1.0,
     device=None,
 ):
-    """Return the rotary embedding. Without rope scaling (Moonlight) use the general version: the CPU version requires it."""
+    """Return the rotary embedding. Without rope scaling (Moonlight), use the general version: the CPU version needs scaling."""
     common = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
     return get_rope(*common) if rope_scaling is None else original(*common, device)

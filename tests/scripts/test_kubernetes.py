@@ -237,10 +237,12 @@ told = []
 signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 here = pathlib.Path(sys.argv[1])
-(here / os.environ["RANK"]).write_text(" ".join(map(os.environ.get, names)))
+(here / "written").with_suffix("." + os.environ["RANK"]).write_text(" ".join(map(os.environ.get, names)))
+(here / "written").with_suffix("." + os.environ["RANK"]).rename(here / os.environ["RANK"])
+while not all((here / rank).exists() for rank in "23"): time.sleep(0.05)
 {}
 """
-"""A process in the place of the trainer's."""
+"""A process in the place of the trainer's, which goes on when both have written."""
 
 
 @pytest.fixture
@@ -254,9 +256,7 @@ def start_ranks(monkeypatch):
         signal.signal(number, handler)
 
 
-TOLD = """if os.environ["LOCAL_RANK"] == "1":
-    while not all((here / rank).exists() for rank in "23"): time.sleep(0.05)
-    os.kill(os.getppid(), signal.SIGTERM)
+TOLD = """if os.environ["LOCAL_RANK"] == "1": os.kill(os.getppid(), signal.SIGTERM)
 while not told: time.sleep(0.05)"""
 
 

@@ -1,1 +1,1 @@
-"""Scripts that run in the sandbox, in a Python without this package. They are read as text."""
+"""Scripts that run in the sandbox, in a Python without this package. The package `verifiers` reads them as text."""

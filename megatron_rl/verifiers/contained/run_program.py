@@ -1,4 +1,7 @@
-"""Script in the sandbox, appended to values.py: loads a program by a model, and answers the requests of the tests."""
+"""Script in the sandbox, appended to values.py.
+
+It loads a program that a model wrote, and answers the requests of the tests.
+"""
 
 # ruff: noqa: F821
 # pyright: reportUndefinedVariable=false
@@ -16,11 +19,11 @@ import types
 from typing import Any
 
 MOST_PRINTED = 2**20
-"""Largest number of printed bytes of a call that are sent."""
+"""Largest number of bytes that are sent of a call's printed output."""
 
 
 def main(source: str) -> None:
-    """Answer requests until there are no more. Results, exceptions and changed arguments are returned as plain values."""
+    """Answer requests until there are none left. Results, exceptions and changed arguments are returned as plain values."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
@@ -56,7 +59,7 @@ def main(source: str) -> None:
         return lambda *args: call_back(number, args)
 
     def copy_of(found: dict[str, Any]) -> Any:
-        """Return a copy of an object of the tests, as the program's class of the same name, if there is one."""
+        """Return a copy of a test's object. It gets the program's class of the same name, if there is one."""
         if "class" in found:
             kind = scope.get(found["class"])
             if not isinstance(kind, type):
@@ -122,7 +125,7 @@ def main(source: str) -> None:
         return text
 
     def serve() -> Any:
-        """Answer requests until the result or the exception of a function that was called back arrives."""
+        """Answer requests until a called-back function of the tests returns a result or raises an exception."""
         while True:
             asked = receive(requests)
             if "raises" in asked:
@@ -144,9 +147,9 @@ def main(source: str) -> None:
 
 
 def run(source: str, stdin: str) -> str:
-    """Run the program as a script with the given input, in a process of its own, and return its output.
+    """Run the program as a script with the given input, in its own process, and return its output.
 
-    Errors: RuntimeError if it fails.
+    Errors: RuntimeError if the program fails.
     """
     reading, writing = os.pipe()
     given = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
@@ -174,7 +177,7 @@ def run(source: str, stdin: str) -> str:
 
 
 def status_of(source: str) -> int:
-    """Run a script in this process, with its threads and exit functions, and return its exit status."""
+    """Run a script in this process, including its threads and exit functions. Returns its exit status."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     status = 0

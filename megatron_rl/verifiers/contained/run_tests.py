@@ -1,7 +1,8 @@
-"""Script in the sandbox, appended to values.py: runs tests of a program in another container, and reports the verdict.
+"""Script in the sandbox, appended to values.py. It tests a program that runs in another container, and reports the verdict.
 
-The tests call the program's functions over a pipe. Results are exactly of the built-in types, or references to objects that
-stay in the program and equal nothing else. So all comparisons are made here, whatever a program does to its interpreter.
+The tests call the program's functions over a pipe. A result has exactly a built-in type, or is a reference to an object that
+stays in the program and equals no plain value. All comparisons are therefore made in this script, whatever a program does to
+its own interpreter.
 """
 
 # ruff: noqa: F821
@@ -21,10 +22,11 @@ from typing import Any
 
 
 class Remote:
-    """An object of the program, with calls, attributes and iteration.
+    """Reference to an object of the program. It can be called and iterated, and has the object's attributes.
 
-    Its content is compared here, element by element. mixed: True for the result of an operator between an object and a value of
-    the tests. Its truth would be a comparison with that value, so the program is not asked for it.
+    This script compares the object's content, element by element. mixed: True for the result of an operator between an object
+    and a value of the tests. Such a result could stand for a comparison with the value, so the program is not asked whether it
+    is true.
     """
 
     def __init__(self, number: int, *, mixed: bool = False) -> None:
@@ -48,7 +50,10 @@ class Remote:
         return LINK.operate("truth", self)
 
     def __eq__(self, other: Any) -> bool:
-        """Compare two objects by the program's answer and by their attributes. A container of values is compared here."""
+        """Compare two objects by the program's answer and by their attributes.
+
+        Containers of values are compared in this script.
+        """
         if isinstance(other, Remote):
             if self._mixed or other._mixed:
                 return False
@@ -71,7 +76,7 @@ class Remote:
         return self._special("__enter__")
 
     def __exit__(self, *error: object) -> None:
-        """Leave the context. It never hides an error, because the error is the test's own."""
+        """Leave the context. An error in the context is never suppressed, because it is the test's own error."""
         self._special("__exit__", None, None, None)
 
     def __iter__(self) -> Any:
@@ -113,7 +118,10 @@ class Remote:
 
 
 def operation(name: str, *, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for an operator. With a value of the tests it returns only objects, so the program compares nothing."""
+    """Return a method for an operator.
+
+    If a test's value is involved, the method accepts only objects, not values, as results.
+    """
 
     def method(self: Remote, *other: Any) -> Any:
         found = LINK.operate(name, *((*other, self) if turned else (self, *other)))
@@ -134,7 +142,7 @@ for _name in ("lt", "le", "gt", "ge", "neg"):
 
 
 class Link:
-    """The pipe to the program."""
+    """The pipe to the program's container."""
 
     def __init__(self) -> None:
         self.requests, self.replies = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
@@ -143,14 +151,14 @@ class Link:
         self.calls = 0
         self.lock = threading.RLock()  # for tests with threads
         self.sent: dict[int, Any] = {}
-        """Objects of the tests. They are kept, because otherwise another object could get the same id."""
+        """Objects of the tests that were sent, by id. They are kept so that no other object gets the same id."""
         self.sending: set[int] = set()
-        """Ids of the objects in the message that is being built."""
+        """Ids of the test objects in the message that is being built."""
         self.compared: set[frozenset[int]] = set()
-        """Pairs of objects that are being compared: lists may contain themselves."""
+        """Pairs of objects that are being compared. They are needed for lists that contain themselves."""
 
     def keep(self, value: Any) -> dict[str, Any]:
-        """Return the message that stands for an object of the tests. Functions can be called back."""
+        """Return the message that represents an object of the tests. The program can call back functions."""
         if isinstance(value, Remote):
             return {TAG: "object", "v": value._number}
         if not callable(value) and type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
@@ -167,7 +175,7 @@ class Link:
         return {TAG: "function", "v": len(self.functions) - 1}
 
     def parts_of(self, value: Any) -> dict[str, Any]:
-        """Return the parts of an object of a test's class for a program to copy. Its parts occur once in a message."""
+        """Return the parts of an object of a test's class, so that the program can copy it. A message contains them once."""
         message = {TAG: "made", "v": id(value)}
         if id(value) not in self.sending:
             self.sending.add(id(value))
@@ -184,7 +192,7 @@ class Link:
         return message
 
     def kept(self, found: dict[str, Any]) -> Any:
-        """Return the object for a reference of the program."""
+        """Return the object that a reference from the program stands for."""
         if found.get(TAG) == "exception":
             return exception(found.get("v"), self.exceptions)
         if found.get(TAG) not in ("object", "coroutine") or type(found.get("v")) is not int:
@@ -192,16 +200,19 @@ class Link:
         return Remote(found["v"]) if found[TAG] == "object" else self.awaited(found["v"])
 
     async def awaited(self, number: int) -> Any:
-        """Return the result of a coroutine of the program."""
+        """Wait for a coroutine in the program and return its result."""
         return self.ask("await", object=number)
 
     def operate(self, name: str, *args: Any) -> Any:
-        """Return the result of an operator, or of a function of Python, that the program computes."""
+        """Return the result of an operator, or of a built-in function, that the program computes."""
         self.sending.clear()
         return self.ask("operate", name=name, args=[encode(arg, self.keep) for arg in args])
 
     def hold_the_same(self, one: int, other: int) -> bool:
-        """Return True if two objects of the program have equal attributes. A program's own comparison may always say equal."""
+        """Return True if two objects of the program have equal attributes.
+
+        The program's own comparison might always say equal.
+        """
         pair = frozenset((one, other))
         if len(pair) == 1 or pair in self.compared:
             return True
@@ -212,13 +223,14 @@ class Link:
             self.compared.discard(pair)
 
     def ask(self, what: str, **more: Any) -> Any:
-        """Send a request and return the value of the reply. Errors: the program's exception; Gone if it has ended."""
+        """Send a request and return the value of the reply. Errors: the program's exception; Gone if the program has ended."""
         return decode(self._reply({"ask": what, **more})["value"], self.kept)
 
     def call(self, number: int, args: tuple, named: dict[str, Any]) -> Any:
-        """Call an object of the program. If it returns None, changes that it made to arguments (list, dict, set) are copied.
+        """Call an object of the program. If it returns None, its changes to arguments (list, dict, set) are copied.
 
-        If it returns a value, arguments stay unchanged: otherwise a program could change what a test compares the value with.
+        If it returns a value, the arguments stay unchanged. Otherwise a program could change the objects with which a test
+        compares the value.
         """
         self.calls += 1
         self.sending.clear()
@@ -270,7 +282,7 @@ class Link:
 
 
 def check(source: str, entry: str | None, names: list[str]) -> None:
-    """Run tests in Python: asserts, `check(candidate)`, test functions and classes. Errors: any exception of a test."""
+    """Run tests that are Python source: asserts, `check(candidate)`, test functions and classes. Errors: a test's exception."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     if "numpy" in source:
@@ -309,7 +321,7 @@ def check(source: str, entry: str | None, names: list[str]) -> None:
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return the result of numpy's allclose, for numbers and for lists of numbers with equal lengths."""
+    """Replacement for numpy's allclose, for numbers and for lists of numbers with equal lengths."""
     if isinstance(expected, list | tuple):
         lists = isinstance(found, list | tuple) and len(found) == len(expected)
         return lists and all(close(one, other, rtol, atol) for one, other in zip(found, expected, strict=True))
@@ -327,7 +339,7 @@ def run_test(test: Callable[[], Any]) -> None:
 
 
 def run_tests_of(kind: type) -> None:
-    """Run the tests of a class as pytest does, each with its own object."""
+    """Run the tests of a class as pytest does: each test gets its own object."""
     for name in [name for name in dir(kind) if name.startswith("test")]:
         one = kind()
         if (before := getattr(one, "setup_method", None)) is not None:
@@ -336,7 +348,7 @@ def run_tests_of(kind: type) -> None:
 
 
 def compare(cases: list, name: str | None) -> None:
-    """Compare the program's results for inputs with the outputs. Errors: AssertionError if they differ."""
+    """Compare the program's results with the expected outputs. Errors: AssertionError if they differ."""
     function = LINK.ask("name", name=name) if name else None
     for given, expected in cases:
         if function is None:
@@ -358,7 +370,7 @@ def plain(value: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return True if two values are equal; floats are compared to nine digits."""
+    """Return True if two values are equal. Floats are compared to nine digits."""
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(found, int | float) and not isinstance(found, bool) and isinstance(expected, float):
@@ -367,13 +379,13 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def same_text(found: str, expected: str) -> bool:
-    """Return True if two outputs are equal word by word; numbers with a decimal point are compared to nine digits."""
+    """Return True if two outputs are equal word by word. Numbers with a decimal point are compared to nine digits."""
     words = [text.split() for text in (found, expected)]
     return len(words[0]) == len(words[1]) and all(map(same_word, *words))
 
 
 def same_word(found: str, expected: str) -> bool:
-    """Compare two words; see `same_text`."""
+    """Return True if two words are equal in the sense of `same_text`."""
     if found == expected or "." not in expected:
         return found == expected
     try:
@@ -383,7 +395,7 @@ def same_word(found: str, expected: str) -> bool:
 
 
 def main(tests: dict[str, Any]) -> None:
-    """Run the tests and write the verdict to standard error. If the tests never call the program, they do not pass."""
+    """Run the tests and write the verdict to standard error. A program that the tests never call does not pass."""
     global LINK
     LINK = Link()
     nothing, verdict = os.open("/dev/null", os.O_RDWR), os.dup(2)

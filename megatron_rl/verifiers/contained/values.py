@@ -1,4 +1,4 @@
-"""Plain values over a pipe, one line of JSON each. Other values stay on their side, and a number stands for them."""
+"""Sends plain values over a pipe, one line of JSON each. Other values are not sent; a number represents them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24
-"""Longest line in bytes that is read."""
+"""Largest length in bytes of a line."""
 TAG = "%"
 STANDARD = {
     "Fraction": "fractions",
@@ -17,26 +17,26 @@ STANDARD = {
     **dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime"),
     **dict.fromkeys(("deque", "Counter", "OrderedDict"), "collections"),
 }
-"""{class of the standard library: module}. The module is imported when a value of the class arrives."""
+"""{class of the standard library: its module}. The module is imported when a value of the class arrives."""
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "deque": list,
     "Counter": dict,
     "OrderedDict": dict,
     "timedelta": lambda gap: gap // gap.resolution,
 }
-"""{class: function from a value to its form in a message}, for classes that are not sent as text."""
+"""{class: function that converts a value to its form in a message}, for classes that are not sent as text."""
 PROGRAM = "program"
-"""Name of the module of a program's definitions."""
+"""Name of the module to which a program's definitions belong."""
 CONTROL = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
-"""Exceptions that would silently end a loop of the other side."""
+"""Exceptions that would silently end a loop in the other container."""
 
 
 class Gone(BaseException):
-    """Raised if the other side has ended or sends invalid data. Tests that expect an exception must not catch it."""
+    """Raised if the other container has ended or sends invalid data. Tests that expect an exception must not catch this one."""
 
 
 def send(stream: BinaryIO, message: Any) -> None:
-    """Write a message of JSON values. Errors: Gone if the other side does not read."""
+    """Write a message of JSON values. Errors: Gone if the receiver has ended."""
     try:
         stream.write(json.dumps(message).encode() + b"\n")
         stream.flush()
@@ -45,7 +45,7 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 
 def receive(stream: BinaryIO) -> dict[str, Any]:
-    """Read a message. Errors: Gone if there is none."""
+    """Read a message. Errors: Gone if none arrives."""
     line = stream.readline(MOST_BYTES)
     if not line.endswith(b"\n"):
         raise Gone("nothing more came, or too much")
@@ -59,7 +59,7 @@ def receive(stream: BinaryIO) -> dict[str, Any]:
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value as JSON values. keep: function that returns a stand-in for a value that is not plain.
+    """Encode a value as JSON values. keep: function that returns the JSON form of a value that is not plain.
 
     Subclasses are encoded as their built-in base class. Containers of a program's own class are not plain.
     """
@@ -93,7 +93,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(found: Any, kept: Callable[[dict[str, Any]], Any]) -> Any:
-    """Decode a value to exactly the built-in types. kept: function that returns the value for an unknown tag.
+    """Decode a value to exactly the built-in types. kept: function that returns the value of an unknown tag.
 
     Errors: Gone for invalid data.
     """
@@ -128,13 +128,13 @@ def decode(found: Any, kept: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def raised(error: BaseException, keep: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the message for an exception: the names of its classes, and its plain arguments."""
+    """Return the message that describes an exception: the names of its classes, and its plain arguments."""
     plain = [arg for arg in error.args if isinstance(arg, int | float | str)]
     return {"raises": [base.__name__ for base in type(error).__mro__], "args": [encode(arg, keep) for arg in plain]}
 
 
 def exception(names: Sequence[str], known: dict[str, type[BaseException]]) -> type[BaseException]:
-    """Return the exception class for the names of an exception's classes: a known one, a built-in one, or a new one.
+    """Return the exception class for the given class names: a known one, a built-in one, or a new one.
 
     New classes are added to `known`. SystemExit always gets a new class, so that it cannot end this process.
     """

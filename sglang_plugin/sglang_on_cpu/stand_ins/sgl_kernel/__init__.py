@@ -1,8 +1,8 @@
 """Stand-in for `sgl_kernel` on a machine without a GPU, because the real package does not load without libcuda.
 
-SGLang imports a few `*_cpu` names from it at import time, for every model. It does not call them for the models that
-megatron_rl trains: `torch.ops.sgl_kernel` has no AMX operator here, so SGLang uses its torch-native code. If SGLang calls such
-a name anyway, the call raises an error with this name.
+SGLang imports a few functions `*_cpu` from this package for every model, when SGLang itself is imported. It does not call them
+for the models that megatron_rl trains: `torch.ops.sgl_kernel` has no AMX operator here, so SGLang uses its torch-native code.
+If SGLang calls such a function anyway, the call raises an error with the function's name.
 """
 
 from __future__ import annotations

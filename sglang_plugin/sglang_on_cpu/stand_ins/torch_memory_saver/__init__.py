@@ -1,7 +1,7 @@
-"""Stand-in for `torch_memory_saver` on a machine without a GPU; the real package replaces the allocator of CUDA.
+"""Stand-in for `torch_memory_saver` on a machine without a GPU. The real package replaces CUDA's allocator.
 
-As in the real package, memory that was allocated in a region keeps its addresses while it is paused, but loses its content.
-The pages go back to the system, and a process that reads them meanwhile is killed. If the region has a backup, the content is
+As in the real package, memory that was allocated in a region keeps its addresses while it is paused, but loses its content. The
+operating system takes the pages back, and kills a process that reads them meanwhile. If the region has a backup, the content is
 restored on resume. Without a backup, weights are NaN until they are pushed, and a cache is zero.
 """
 
@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     )
 
 _LOST = {"weights": 0xFF}
-"""Tag -> byte that fills lost content, 0 for other tags. All bits set is NaN in every floating-point type."""
+"""{tag: byte that fills lost content}; 0 for other tags. A value with all bits set is NaN in every floating-point type."""
 _NOTHING, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,7 +40,7 @@ class _Allocation:
 
     @property
     def data(self) -> torch.Tensor | None:
-        """Memory of the allocation, [bytes] uint8; None if all its tensors were freed."""
+        """Memory of the allocation, [bytes] uint8; None if all its tensors have been freed."""
         if self.reference.expired():
             return None
         return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata))
@@ -67,7 +67,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _protect(data: torch.Tensor, access: int) -> None:
-    """Set the access of the pages that only `data` uses; without access their content is discarded."""
+    """Set the access rights of the pages that only `data` uses. Without access, the content of the pages is discarded."""
     start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (data.data_ptr() + data.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length <= 0:
@@ -79,7 +79,7 @@ def _protect(data: torch.Tensor, access: int) -> None:
 
 
 class TorchMemorySaver:
-    """Has the methods of the real class that SGLang calls."""
+    """Replacement for the real class, with the methods that SGLang calls."""
 
     enabled = True
 
@@ -89,7 +89,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Record tensors that are created inside the block, so that `pause(tag)` pauses those that still exist."""
+        """Record the tensors that are created in this context, so that `pause(tag)` pauses those that still exist."""
         with _Recorder() as recorder:
             yield
         self._allocations[tag] += [_Allocation(reference, enable_cpu_backup) for reference in recorder.made.values()]
@@ -120,5 +120,5 @@ torch_memory_saver = TorchMemorySaver()
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Do nothing. The real package preloads a library into the process that is started inside the block."""
+    """Do nothing. The real package preloads a library into a process that is started in this context."""
     yield

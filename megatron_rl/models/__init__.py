@@ -1,4 +1,4 @@
-"""Hugging Face folders as Megatron models and back, through Megatron-Bridge.
+"""Conversion of Hugging Face model folders to Megatron models and back, with Megatron-Bridge.
 
 `load` (build.py) is the entry point. `check_parallel` (parallel_check.py) needs no Megatron and can run first.
 """

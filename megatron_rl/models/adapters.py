@@ -1,7 +1,7 @@
 """Low-rank adapters on linear layers: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), with Megatron-Bridge's modules.
 
-A layer W with an adapter computes W x + alpha / r x B A x. A starts with random numbers and B with zeros, so the initial model
-is unchanged. The seed and the layer's name determine the numbers in A, so they are the same on every parallel layout.
+A layer with weight W and an adapter of rank r computes W x + (alpha / r) B A x. A starts with random numbers and B with zeros,
+so the initial model is unchanged. The seed and the layer's name determine A, so A is the same on every parallel layout.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_rl.models.freeze import EXPERTS, is_target
 from megatron_rl.models.router import ReplayRouter, RouterAdapter
 
 WRAPPED = ".to_wrap."
-"""Part of the name of each weight that has an adapter."""
+"""Part that Megatron-Bridge inserts into the name of a weight when the weight's layer gets an adapter."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of this rank, for a layer or for one expert in a grouped layer."""
+    """This rank's adapter of one layer, or of one expert in a grouped layer."""
 
     name: str
     """Name of the layer in the whole model (`models.freeze`), without `.weight`."""
@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Alpha / rank."""
+        """Factor alpha / rank, by which the product B A is multiplied."""
         return self.module.alpha / self.module.dim
 
     @property
@@ -61,7 +61,7 @@ class Adapter:
         return None if whole else group
 
     def down(self) -> Tensor:
-        """Return A [r, in], joined over all ranks. Collective over `group`."""
+        """Return A [r, in]: the parts of all ranks, concatenated. Collective over `group`."""
         weight = self._of(self.module.linear_in.weight)
         return _join(weight, self.group, 1 if self.module.input_is_parallel else 0)
 
@@ -76,7 +76,7 @@ class Adapter:
 
     @property
     def gated(self) -> bool:
-        """True if the layer's rows are a gate followed by the part that it gates."""
+        """True if the layer's weight stacks the gate projection and the up projection of a gated MLP."""
         return self.name.endswith(".linear_fc1") and bool(self.module.config.gated_linear_unit)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the layer's weight plus the adapter's part, computed in fp32 and rounded once. Collective over `group`."""
+        """Return this rank's weight with the adapter merged in, computed in fp32 and rounded once. Collective over `group`."""
         down, up = self.down(), self.up()
         if self.group is not None:  # this rank's columns of A or rows of B
             rank, size = self.group.rank(), self.group.size()
@@ -149,7 +149,7 @@ def add_adapters(config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], 
 
 
 def adapters(chunk: torch.nn.Module, names: Mapping[str, str]) -> Iterator[Adapter]:
-    """Yield the adapters of a chunk. names: see `add_adapters`; from before or after the adapters were added."""
+    """Yield the adapters of a chunk. names: as in `add_adapters`, collected before or after the adapters were added."""
     for local, module in chunk.named_modules():
         if isinstance(module, ReplayRouter) and module.adapter is not None:
             yield Adapter(names[f"{local}.weight"].removesuffix(".weight"), module, module.weight)
@@ -193,7 +193,7 @@ def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def merged_tasks(tasks: Iterable[WeightConversionTask], found: Iterable[Adapter]) -> Iterator[WeightConversionTask]:
-    """Yield the export tasks of a model one at a time, with the merged weight for each layer with an adapter.
+    """Yield a model's export tasks one at a time. The task of a weight with an adapter gets the merged weight.
 
     Collective over the tensor-parallel ranks.
     """

@@ -78,12 +78,12 @@ class CoreAttention(MegatronModule):
     parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name to which Megatron-Bridge maps gpt-oss's
     sinks.
 
-    Megatron's cp_comm_type selects the context parallelism. "a2a" (or None) exchanges heads for tokens (arXiv 2309.14509):
-    each rank gets whole sequences for its share of the heads and sinks. If there are fewer grouped keys and values than ranks,
-    they are repeated. "all_gather" gathers keys and values, and each rank keeps its own queries.
+    Megatron's cp_comm_type selects how context-parallel ranks communicate. "a2a" (or None) uses an all-to-all (arXiv
+    2309.14509), so that each rank gets whole sequences for its share of the heads and sinks. Key-value heads are repeated if
+    the ranks cannot share them equally. "all_gather" gathers keys and values, and each rank keeps its own queries.
 
-    ignore_sinks: compute attention without sinks; the sinks stay unchanged and get no gradient. This is for experiments: it
-    shows how gpt-oss behaves with a kernel without sinks. flash_attention: the kernel on GPUs, as in ModelConfig.
+    ignore_sinks: compute attention without sinks; the sinks stay unchanged and get no gradient. This option is for experiments
+    that show how gpt-oss behaves with a kernel without sinks. flash_attention: the kernel on GPUs, as in ModelConfig.
     Errors: UserError for dropout, a mask that is not causal, another cp_comm_type, or heads that the ranks cannot share.
     """
 
@@ -144,10 +144,10 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Return the attention `[T, H * Dv]` of query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]` of a pack.
+        """Return the attention output `[T, H * Dv]` from query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]`.
 
-        Without a pack, query is `[s, b, H, D]` and so on, and the result is `[s, b, H * Dv]`, causal over s. attention_mask is
-        ignored, so padding must be at the right end.
+        Without packed_seq_params, all these shapes have `s, b` in place of `T`, and attention is causal over s. The function
+        ignores attention_mask, so padding must be at the right end.
         """
         if attn_mask_type not in _CAUSAL or attention_bias is not None:
             raise UserError("model: attention with a bias or a mask that is not causal is not supported")
@@ -216,7 +216,7 @@ class CoreAttention(MegatronModule):
 
 @contextlib.contextmanager
 def exact_attention(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Compute attention of these chunks in fp64 inside the block, as a reference for the model's dtype."""
+    """Compute attention of these chunks in fp64 inside the block, as a reference for the results in the model's dtype."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, CoreAttention)]
     for module in modules:
         module.in_fp64 = True
@@ -228,7 +228,7 @@ def exact_attention(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """Exchange `[T, H, D]` of each rank for `[c * T, H / c, D]`: all ranks' tokens, rank by rank, for this rank's heads."""
+    """Turn `[T, H, D]` into `[c * T, H / c, D]` by all-to-all: this rank's heads, for all ranks' tokens, rank by rank."""
     context, (tokens, heads, width) = group.size(), x.shape
     x = x.view(tokens, context, heads // context, width).transpose(0, 1).contiguous()
     return all_to_all(group, x).view(context * tokens, heads // context, width)
@@ -281,7 +281,7 @@ class SelfAttention(MegatronSelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return query `[s, b, H, D]`, key and value `[s, b, Hkv, D]` (and a gate); in a packed pass, already rotated."""
+        """Return query `[s, b, H, D]`, key and value `[s, b, Hkv, D]` (and a gate); packed sequences are already rotated."""
         projected = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
         query, key, *rest = cast("tuple[torch.Tensor, ...]", projected)  # split, as sizes are not requested
         if self._rotation is not None:
@@ -316,8 +316,8 @@ class MLASelfAttention(MegatronMLASelfAttention):
     """Megatron's multi-latent attention (DeepSeek-V3), with exactly the norms that the spec names.
 
     If queries have no low-rank projection (Moonlight), Megatron puts a second norm before `linear_q_proj`, which the published
-    models do not have. Without Transformer Engine, it finds no norm at all. As in SelfAttention, the rotary embedding of a
-    packed pass is applied to all tokens at once.
+    models do not have. Without Transformer Engine, Megatron selects no norm at all. As in SelfAttention, the rotary embedding
+    of packed sequences is applied to all tokens at once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -332,7 +332,7 @@ class MLASelfAttention(MegatronMLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return Megatron's query, key and value; it sees a pack as one sequence, with angles for each token."""
+        """Return Megatron's query, key and value. Megatron gets a pack as one sequence with one row of angles per token."""
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
@@ -369,7 +369,7 @@ class _AnglesByToken(torch.nn.Module):
             self._positions = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return angles by position `[S, 1, 1, R]` or by token of this rank `[T, 1, R]`; with yarn, also its mscale."""
+        """Return angles by position `[S, 1, 1, R]` or, inside `of`, by this rank's tokens `[T, 1, R]`; yarn adds mscale."""
         if self._positions is None:
             return self.rotary(*args, **kwargs)
         answer = self.rotary(*args, **kwargs | {"packed_seq": True})  # else context parallelism cuts the angles

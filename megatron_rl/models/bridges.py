@@ -1,7 +1,7 @@
 """Megatron-Bridge's bridges for all families (`families`), extended for our layer spec.
 
-A subclass of each family's bridge is registered instead of the original. The subclass has more names of weights, because our
-layer spec keeps norms separate from the linear layers after them.
+A subclass of each family's bridge is registered instead of the original. The subclass maps additional weight names, because
+our layer spec keeps each norm separate from the linear layer after the norm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_rl.models.hf_folder import OpenFiles
 
 
 class OurSpec(MegatronModelBridge):
-    """A bridge with the weight names of our layer spec. Its loading raises an error for every missing tensor."""
+    """A bridge with the weight names of our layer spec. Unlike Megatron-Bridge, it raises an error if a tensor is missing."""
 
     EXTRA: ClassVar = {
         "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
@@ -42,7 +42,7 @@ class OurSpec(MegatronModelBridge):
     """True if the model's head is a `ValueHead`."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Return the original's names, plus the names of our norms and of route predictors."""
+        """Return the original bridge's mappings of weight names, plus mappings for our norms and for route predictors."""
         # `_register` creates subclasses of this class and a family's bridge, so super() is the family's bridge.
         mappings = super().mapping_registry().get_all_mappings()  # pyright: ignore[reportAbstractUsage]
         if self.value_head:
@@ -57,15 +57,15 @@ class OurSpec(MegatronModelBridge):
         return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
     def build_conversion_tasks(self, *args: Any, **kwargs: Any) -> list[WeightConversionTask | None]:
-        """Return the original's tasks from a new list of parameters, since routers may have got predictors in the meantime."""
+        """Return the original bridge's tasks. Cached parameter names are dropped, as routers may have gotten predictors."""
         self.__dict__.pop("_cached_param_names", None)
         return super().build_conversion_tasks(*args, **kwargs)
 
     def load_into(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> Iterator[str]:
-        """Copy the folder's weights into the chunks; yield the name of each Megatron parameter when it is done.
+        """Copy the folder's weights into the chunks; yield the name of each Megatron parameter after its weight is copied.
 
         Collective. Errors: IncompleteWeights, on all ranks, before anything is copied. This method replaces
-        `load_weights_hf_to_megatron`, which only warns about missing tensors and keeps every expert tensor that it has read.
+        `load_weights_hf_to_megatron`, which only warns about missing tensors and keeps all read expert tensors in memory.
         """
         tasks, weight_of = self.complete_tasks(chunks, source), Weights(self, source)
         for task in tasks:
@@ -77,7 +77,7 @@ class OurSpec(MegatronModelBridge):
         self._broadcast_shared_embeddings(chunks)
 
     def complete_tasks(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> list[WeightConversionTask]:
-        """Return the tasks that make each parameter from the folder's tensors.
+        """Return the conversion tasks that produce the Megatron parameters from the folder's tensors.
 
         Collective. Errors: IncompleteWeights, on all ranks.
         """
@@ -133,11 +133,11 @@ class OurSpec(MegatronModelBridge):
 
 
 class IncompleteWeights(UserError):
-    """Error: the safetensors files and the model do not match. The message names the tensor."""
+    """Raised if the safetensors files do not match the model. The message names the tensor or the parameter."""
 
 
 class Weights:
-    """Weights of a folder as parameters of this rank, one at a time."""
+    """Reads the weights of a folder one at a time and converts each to a Megatron parameter of this rank."""
 
     def __init__(self, bridge: OurSpec, source: PreTrainedCausalLM) -> None:
         self._bridge = bridge
@@ -146,7 +146,10 @@ class Weights:
         self._recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
 
     def __call__(self, task: WeightConversionTask) -> torch.Tensor | None:
-        """Return the weight for a task's parameter; None if this rank has none. Collective. Errors: IncompleteWeights."""
+        """Return the weight for a task's parameter; None if this rank lacks the parameter. Collective.
+
+        Errors: IncompleteWeights.
+        """
         if task.megatron_module is None or task.param_weight is None:
             return None
         key, recent = str(task.mapping.hf_param), self._recent
@@ -195,7 +198,7 @@ for _family in FAMILIES.values():
 
 
 def make_bridge(hf_config: transformers.PreTrainedConfig, *, value_head: bool = False) -> OurSpec:
-    """Return the bridge of a supported architecture (families.FAMILIES)."""
+    """Return the bridge for a model's config. The architecture must be supported (families.FAMILIES)."""
     found = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
     bridge = cast("OurSpec", found)  # a class that _register registered
     bridge.value_head = value_head

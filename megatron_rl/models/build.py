@@ -46,7 +46,7 @@ NO_ADAPTERS = LoRAConfig()
 
 @dataclass(frozen=True)
 class Model:
-    """A folder's model under a parallel layout: settings to build the chunks. Methods are collective unless noted."""
+    """Settings that build a folder's model under a parallel layout. Methods are collective unless they say otherwise."""
 
     path: Path
     hf_config: PreTrainedConfig
@@ -63,7 +63,7 @@ class Model:
     seed: int = 0
     """Seed for the initialization of adapters."""
     pooling: Literal["last", "mean"] = "last"
-    """Rule that turns a reward model's numbers into a response's score. Only ours: transformers takes the last number."""
+    """Rule that turns a reward model's numbers, one per token, into a response's score. transformers always takes the last."""
     step_separator: str | None = None
     """Separator that ends the steps of a response that a reward model scores; None if it scores whole responses."""
 
@@ -117,7 +117,7 @@ class Model:
         ]
 
     def _names(self, chunks: list[GPTModel]) -> list[dict[str, str]]:
-        """Return, for each chunk, local name -> plain name; a layer with an adapter is named as without."""
+        """Return, for each chunk, local name -> plain name. An adapter does not change the plain name of its layer's weight."""
         tied = self.config.share_embeddings_and_output_weights
 
         def name_of(local: str, stage: int) -> str:
@@ -200,9 +200,10 @@ class Model:
     def reader(
         self, chunks: list[GPTModel]
     ) -> tuple[list[WeightConversionTask], Callable[[WeightConversionTask], torch.Tensor | None]]:
-        """Return the tasks that make each parameter from the folder's tensors, and a function that makes one parameter.
+        """Return the tasks that produce the parameters from the folder's tensors, and a function that runs one task.
 
-        For callers that have not enough memory for all parameters. Errors: UserError as in load_hf_weights; the function too.
+        This method is for callers without enough memory for all parameters. Errors: UserError as in load_hf_weights, also from
+        the returned function.
         """
         files = self._files(self.path)
         with _naming(self.path):
@@ -221,7 +222,7 @@ class Model:
         return source
 
     def export_plan(self, chunks: list[GPTModel], *, foreign: bool = False) -> list[WeightConversionTask]:
-        """Return the tasks that make each Hugging Face tensor from parameters; the same for every export of these chunks.
+        """Return the tasks that produce the Hugging Face tensors from parameters. All exports of these chunks can share them.
 
         foreign: include route predictors, which are not a part of the architecture, for an engine that has predictors.
         """
@@ -239,7 +240,7 @@ class Model:
         """Yield (Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
 
         A tensor may share memory with a parameter: use or copy the tensor before the next optimizer step.
-        plan: result of export_plan, to compute it only once for many exports; or its tasks with other weights.
+        plan: result of `export_plan`, which the caller may keep for several exports or give other weights; None: a new plan.
         """
         vocab = self.hf_config.vocab_size
         exported = self.bridge.stream_weights_megatron_to_hf(
@@ -301,8 +302,8 @@ class Model:
     ) -> None:
         """Write a Hugging Face folder on rank 0. The folder gets its final name only when it is complete.
 
-        wrap: wraps the stream of tensors, for example for a progress line. complete: called last, with the folder. plan: as in
-        export_hf_weights. shard_bytes: largest size of a file in bytes; a file is held in memory until it is full.
+        wrap: wraps the stream of tensors, for example for a progress line. complete: called with the folder after all files are
+        written. plan: as in export_hf_weights. shard_bytes: largest file size in bytes; a file is held in memory until full.
         Errors: UserError on all ranks if the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
@@ -344,7 +345,7 @@ def load(
     plain: bool = False,
     identical: bool = False,
 ) -> Model:
-    """Read a folder's config.json and set up Megatron for it. This function builds no model yet.
+    """Read a folder's config.json and return a `Model` with the settings for Megatron. This function builds no layers yet.
 
     precision: a recipe in `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: use Transformer Engine's
     kernels, if installed, to send tokens to their experts and back; turn it off for callers that follow each token's rows.
@@ -352,9 +353,9 @@ def load(
     flash_attention: as in ModelConfig. value_head: compute one number per token instead of logits, with the folder's own head
     (a classifier's) or, for a language model, with a new head that starts at zero. pooling: as in RewardModelConfig.
 
-    plain: use layers without Transformer Engine, so that their inputs can be observed; always the case in fp32. FP8 is then
-    simulated; recipes without a simulation (fp8_delayed, mxfp8) run in bf16. identical: use batch-invariant layers, like the
-    engine.
+    plain: use layers without Transformer Engine, so that their inputs can be observed. fp32 always uses these layers. They
+    simulate FP8; recipes without a simulation (fp8_delayed, mxfp8) run in bf16. identical: use batch-invariant layers, like
+    the engine.
 
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """

@@ -1,8 +1,8 @@
 """Reader for torch.distributed.checkpoint folders that may come from somebody else: no code in the files is run.
 
-The file `.metadata` is a pickle, and torch runs whatever it calls. The same holds for each object that is saved with the
-tensors. Here `.metadata` may only name the classes that metadata consists of, and objects are read like torch.load with
-weights_only.
+The file `.metadata` is a pickle, and so is each object that is saved with the tensors. If torch loads a pickle, the pickle can
+run any code. This reader accepts in `.metadata` only the classes that metadata consists of, and reads objects like torch.load
+with weights_only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CLASSES = {
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
 }
-"""Everything except dtypes that torch's and Megatron's writers put into metadata."""
+"""(module, name) of the classes and functions that torch's and Megatron's writers use in `.metadata`, without the dtypes."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -97,7 +97,7 @@ class CheckpointReader(FileSystemReader):
 
 @contextlib.contextmanager
 def untrusted() -> Iterator[None]:
-    """Let Megatron's dist_checkpointing read through `CheckpointReader`. It has no argument for a reader.
+    """Patch Megatron's dist_checkpointing, which has no argument for a reader, to use `CheckpointReader` inside the block.
 
     Errors: CheckpointingException that names the file, instead of torch's errors with tracebacks.
     """

@@ -1,10 +1,10 @@
 """Hugging Face safetensors <-> Megatron distributed checkpoint, bit-exact, under any parallel layout on either side.
 
-A Megatron checkpoint here is a folder of torch.distributed.checkpoint files and a folder `hf/` with config.json and the
-tokenizer. The trainer's own checkpoints have this form. Weights are streamed. A single process without a GPU holds only some
-tensors at a time, whatever the model's size (`streamed_convert.py`). With several processes, each holds its share of the model
-plus one tensor. Rank 0 of `megatron_to_hf` holds the tensors of one output file. The result is read again, and its checksums
-are compared.
+A Megatron checkpoint is a folder of torch.distributed.checkpoint files with a subfolder `hf/`, which holds config.json and the
+tokenizer. The trainer's own checkpoints have this form. A single process without a GPU streams the weights and holds only a
+few tensors in memory, whatever the model's size (`streamed_convert.py`). With several processes, each holds its share of the
+model plus one tensor. In `megatron_to_hf`, rank 0 also holds the tensors of one output file. After the conversion, the result
+is read again and compared with the checksums of the written tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def convert(
     base: Path | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Convert in the direction that follows from `source`; return `out`. Every rank calls it (torchrun, or one process).
+    """Convert a Hugging Face folder to a checkpoint, or a checkpoint to a Hugging Face folder; return `out`.
+
+    Every rank calls this function (torchrun, or one process).
 
     quantize: write a Hugging Face folder with block FP8 weights; works for both kinds of source. A source can also hold
     adapters, as a folder in PEFT's format or a checkpoint. They are merged into the weights of folder `base` (by default, the
@@ -89,7 +91,7 @@ def convert(
 def _convert_adapters(
     source: Path, adapters: Path, out: Path, quantize: str | None, base: Path | None, *, adapter: bool
 ) -> Path:
-    """Convert on rank 0 only, because merging needs little work."""
+    """Convert a source that holds adapters (see `convert`) on rank 0. Merging is little work, so other ranks do nothing."""
     if quantize:
         raise UserError(
             f"convert: {source} has adapters; write the whole model first, then convert the result with --quantize"
@@ -174,7 +176,7 @@ def megatron_to_hf(
 def quantize_folder(hf_dir: Path, out: Path) -> Path:
     """Write a Hugging Face folder's weights in block FP8, tensor by tensor, on rank 0.
 
-    Errors: UserError that names the tensor that SGLang would refuse, or a folder that is quantized already.
+    Errors: UserError for a tensor that SGLang would refuse or a folder that is quantized already; the message names it.
     """
     if int(os.environ.get("RANK", "0")):
         return out
@@ -205,7 +207,10 @@ def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) 
 def _checkpoint_tasks(
     chunks: Sequence[MegatronModule], checkpoint: Path, tasks: Iterable[WeightConversionTask]
 ) -> Iterator[WeightConversionTask]:
-    """Yield one process's tasks with weights from a checkpoint, some at a time. Errors: as load_checkpoint_weights."""
+    """Yield the tasks with weights that are read from a checkpoint in small groups. Only for a single process.
+
+    Errors: as load_checkpoint_weights.
+    """
 
     def read_part(part: dict[str, Any]) -> dict[str, Any]:
         with _readable(checkpoint):
@@ -225,7 +230,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 
 def _streams() -> bool:
-    """Return True if weights are streamed through this process: it is the only one, so no task needs remote tensors."""
+    """Return True if weights are streamed: there is one process and no GPU, so no task needs tensors of other ranks."""
     return dist.get_world_size() == 1 and not torch.cuda.is_available()
 
 
@@ -237,7 +242,7 @@ def _named_tensors(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, torc
 
 
 def _tell_verified(out: Path, checksums: Checksums) -> None:
-    """Print on rank 0 that the files of all ranks were verified. Collective."""
+    """Print on rank 0 how many tensors all ranks have read back as written, and their digest. Collective."""
     everyones = [checksums] * dist.get_world_size()
     dist.all_gather_object(everyones, checksums)
     if dist.get_rank() == 0:
@@ -262,7 +267,10 @@ def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
 
 
 def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:
-    """Yield ('model', chunk), or ('model0', ...), ('model1', ...) for virtual stages, each while it is the current stage."""
+    """Yield ('model', chunk), or with virtual stages ('model0', chunk), ('model1', chunk), ...
+
+    Each virtual stage is Megatron's current stage when its chunk is yielded.
+    """
     for index, chunk in enumerate(chunks):
         if len(chunks) > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
@@ -334,7 +342,7 @@ def _finished_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_together(out: Path, work: Callable[[], object] | None) -> None:
-    """Call `together`, and report a full or unwritable disk in one line."""
+    """Run `work` (None: nothing) in `together`, and report an OSError, such as a full disk, as a UserError in one line."""
 
     def named() -> None:
         try:

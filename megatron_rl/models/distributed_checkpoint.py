@@ -1,6 +1,6 @@
-"""Fully parallel dist_checkpointing: each data-parallel rank writes and reads a share of the tensors that all of them hold.
+"""Fully parallel dist_checkpointing: data-parallel ranks hold the same tensors, and each rank writes and reads a share.
 
-Only a background write copies tensors on the host. No second process is started. A failure reports a single reason.
+Only a background write copies tensors that are in host memory. No second process is started. A failure reports one reason.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def verify_files(folder: Path) -> None:
 class Write:
     """A write in progress. Every rank creates one, which plans and starts the write; `finish` completes the folder.
 
-    background: write the files in a thread from a copy on the host, so that the state may change meanwhile.
-    source: function that gets each tensor of the state on the host when it is about to be written. It returns a tensor of the
-    same shape and dtype, which is written instead and then freed. So the state may be memory that was never touched. Only for
-    a single process.
+    background: write the files in a thread from a copy in host memory, so that the state may change meanwhile.
+    source: function that gets each host tensor of the state when the tensor is about to be written. It returns a tensor of the
+    same shape and dtype, which is written instead and then freed. The state's own values are never read, so its memory can stay
+    untouched. Only for a single process.
     Errors: OSError with the reason as strerror, raised here if the plan fails; UserError from `source`.
     """
 
@@ -149,7 +149,7 @@ class Write:
             raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
 
     def _sourced(self, items: Iterable[tuple[Any, Tensor]], source: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        """Yield the items for Megatron's writer, which reads them once, with the source's tensors."""
+        """Yield the items for Megatron's writer with the tensors that `source` returns. The writer reads the items once."""
         try:
             for item, tensor in items:
                 yield item, source(tensor)
@@ -187,9 +187,9 @@ def _replicas() -> dist.ProcessGroup:
 
 
 def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
-    """Return a tensor that Megatron's writer does not copy: a host tensor has to fill its storage.
+    """Return the tensor in a form that Megatron's writer does not copy: a host tensor must fill its storage.
 
-    copy: copy a host tensor. The writer itself copies GPU tensors to the host.
+    copy: copy a host tensor. The writer itself copies GPU tensors to host memory.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -221,7 +221,7 @@ _NAME = "._extra_state"
 
 
 def without_extra_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state dict, or a dict of several, without the extra state of layers."""
+    """Return a state dict, or a dict of state dicts, without the extra state of layers."""
     return {
         name: without_extra_state(part) if isinstance(part, dict) else part
         for name, part in state.items()

@@ -19,41 +19,41 @@ from megatron_rl.ops import matmuls
 
 @dataclass(frozen=True)
 class Groups:
-    """Grouping of rows by expert."""
+    """Ranges of rows by expert, in a tensor whose rows are sorted by expert."""
 
     counts: list[int]
-    """Number of tokens of each expert."""
+    """Number of rows (tokens) of each expert."""
     ends: torch.Tensor | None
     """End of each expert's rows, on a GPU that multiplies all experts at once; None to multiply expert by expert."""
 
     @classmethod
     def of(cls, x: torch.Tensor, counts: list[int]) -> Groups:
-        """Return the groups of rows x `[N, in]`."""
+        """Return the groups of the rows of x `[N, in]`, which are sorted by expert."""
         together = matmuls.served(x, len(counts))
         return cls(counts, matmuls.ends_of(counts, x.device) if together else None)
 
     def together(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the ends if one product covers all experts for these weights; else None."""
+        """Return `ends` if one kernel can multiply all experts with weights of this shape; else None."""
         return self.ends if matmuls.aligned(*weights[0].shape) else None
 
 
 Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
-"""Function: rows x `[N, in]` by expert, one weight `[out, in]` per expert -> `[N, out]`."""
+"""Function that multiplies rows `[N, in]`, sorted by expert, by one weight `[out, in]` per expert; it returns `[N, out]`."""
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
+    """SequentialMLP with one matrix multiplication per expert and linear layer; parameters, names and checkpoints are the same.
 
-    In bf16 it is one product for all experts, on GPUs that support this (ops/matmuls.py). The activation runs once over all
-    tokens. An expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs nothing else here: the
+    In bf16, one kernel multiplies all experts at once on GPUs that support this (ops/matmuls.py). The activation runs once over
+    all tokens. An expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs no code here: the
     dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2 fit together. Low-rank adapters add two
-    such products. Experts with linear layers in other wrappers (ModelOpt's quantizers) take Megatron's own path.
+    such multiplications. Experts with linear layers in other wrappers (ModelOpt's quantizers) use Megatron's own forward.
     """
 
     quantizer: FakeQuantizer | None = None
-    """Rounds weights and inputs of the products if FP8 is simulated; else None."""
+    """Object that rounds weights and inputs of the matrix multiplications if FP8 is simulated; else None."""
     watch: Callable[[torch.Tensor, list[int], Sequence[ColumnParallelLinear | RowParallelLinear]], None] | None = None
-    """Called for both products with inputs [N, in], tokens per expert and the experts' layers. The inputs of the second product
+    """Function that is called for fc1 and fc2 with inputs [N, in], tokens per expert and the experts' layers. The inputs of fc2
     are already multiplied by the router's weights."""
 
     @staticmethod
@@ -69,7 +69,7 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Compute weighted outputs `[N, hidden]` from tokens `[N, hidden]` by expert, counts `[E]`, router weights `[N]`."""
+        """Return weighted outputs `[N, hidden]` from tokens `[N, hidden]` sorted by expert, counts `[E]` and gates `[N]`."""
         config = self.config
         plain = all(
             type(_base(e.linear_fc1)) is ColumnParallelLinear and type(_base(e.linear_fc2)) is RowParallelLinear
@@ -131,9 +131,10 @@ def _base(layer: Any) -> Any:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y = x W_e^T + s b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None.
+    """Computes y = x W_e^T + s b_e for the rows of each expert e.
 
-    s: `[N, 1]` weights of the biases, or None. No tensor holds one bias per row.
+    x: `[N, in]`, sorted by expert. W_e: `[out, in]`. b: `[E, out]` or None. s: `[N, 1]` weights of the biases, or None. The
+    biases are never expanded to a tensor with one bias per row.
     """
 
     @staticmethod
@@ -191,7 +192,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """function(*inputs) that keeps only its inputs and is computed again in the backward."""
+    """Computes function(*inputs), keeps only the inputs, and computes the function again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor):
@@ -256,10 +257,11 @@ def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 class FakeQuantizer:
-    """Rounds to e4m3 with one scale (amax / 448) for each block of weights, and of the inputs of each token.
+    """Rounds weights and inputs to e4m3, in blocks with one scale (amax / 448) each.
 
-    block b > 0: blocks of b x b weights and 1 x b inputs. A last block that is cut, by the size or by tensor parallelism, has
-    its own scale. 0: one scale for a layer's weights on this rank, and one for its inputs in the micro-batch.
+    block: if b > 0, blocks have b x b weights, or b inputs of one token. A last block that is smaller, because of the matrix
+    size or tensor parallelism, has its own scale. If 0, a layer has one scale for its weights on this rank, and one for its
+    inputs in the micro-batch.
     """
 
     def __init__(self, block: int) -> None:
@@ -269,7 +271,7 @@ class FakeQuantizer:
         self._e4m3 = scaled_e4m3
 
     def attach(self, model: GPTModel) -> None:
-        """Quantize the linear layers of attention, MLPs and experts, but not router, embedding, output layer and norms."""
+        """Add rounding to linear layers of attention, MLPs and experts, not to router, embedding, output layer and norms."""
         for module in model.decoder.modules():
             if isinstance(module, GroupedExperts):
                 module.quantizer = self  # its products bypass the forward of its layers

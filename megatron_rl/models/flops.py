@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward, computed from its shape, and peak FLOPs of devices."""
+"""FLOPs of a model's forward, computed from its shape, and peak FLOPs per second of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from megatron_rl.models.shape import Shape, end_weights, layer_weights
 
 TRAINING = 3
-"""Cost of a forward with its backward, in forwards: the backward has two products for each product of the forward."""
+"""FLOPs of a forward and backward, divided by the FLOPs of a forward. The backward has two multiplications for each one of the
+forward."""
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -26,20 +27,20 @@ PEAK_TFLOPS = {
     "NVIDIA GH200 480GB": 989.4,
     "NVIDIA B200": 2250.0,
 }
-"""torch's name of a GPU -> dense bf16 peak in 1e12 FLOPs per second, from NVIDIA's data sheets (half the sparse figures)."""
+"""torch's name of a GPU -> dense bf16 peak in 1e12 FLOPs per second, from NVIDIA's data sheets (half the sparse values)."""
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
-    """Return the number of (query, key) pairs of a causal sequence. window: number of keys per query, itself included."""
+    """Return the number of (query, key) pairs in a causal sequence. window: keys per query, including its own position."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> float:
-    """Return the FLOPs of one forward: 2 for each multiply-add of the matrix products.
+    """Return the FLOPs of one forward: 2 for each multiply-add of its matrix multiplications.
 
-    They include the weights that each token uses (only its own experts) and the head for `head_tokens` tokens. Attention has
-    two products for each of `pairs`, the number of (query, key) pairs summed over the layers.
+    The count includes the weights that each token uses (only its own experts) and the head for `head_tokens` tokens. Attention
+    multiplies twice for each (query, key) pair. pairs: number of these pairs, summed over the layers.
     """
     layers = [w for layer in range(shape.layers) for w in layer_weights(shape, layer) if len(w.shape) > 1]
     met = sum(math.prod(w.shape) * (shape.topk if w.part == "experts" else 1) for w in layers)

@@ -1,8 +1,8 @@
 """Weights in block FP8, SGLang's format: `X.weight` in e4m3 and `X.weight_scale_inv`, the fp32 scales of its blocks.
 
 The matrices of attention, MLPs and experts are quantized. Router, embedding, head and norms are not, as in SGLang. The
-arithmetic is nvidia-modelopt's `FP8QTensor`. Weights leave the trainer in two ways, and both use this module: the push to an
-engine, and `megatron-rl convert --quantize fp8`.
+arithmetic is nvidia-modelopt's `FP8QTensor`. This module quantizes weights for weight sync with an engine, and for
+`megatron-rl convert --quantize fp8`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _WEIGHT = re.compile(r"model\.layers\.\d+\..+\.weight")
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [N, K] to e4m3 [N, K] and scale_inv, fp32 [ceil(N / BLOCK), ceil(K / BLOCK)]: amax / 448 of each block.
+    """Quantize [N, K]; return e4m3 [N, K] and scale_inv, which is amax / 448 of each block.
+
+    scale_inv: fp32 [ceil(N / BLOCK), ceil(K / BLOCK)].
 
     weight ~ e4m3 * scale_inv, with an error of at most half a step of e4m3. The last blocks may be smaller. A block without
     an element above 2**-24 becomes zeros with scale 1.
@@ -61,7 +63,7 @@ def dequantize_blocks(quantized: Tensor, scale_inv: Tensor) -> Tensor:
 def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face tensors; each matrix becomes two tensors, its e4m3 weight and its scales.
 
-    simulate: yield one bf16 tensor instead, rounded to FP8 and back, for an engine without FP8 products.
+    simulate: yield one bf16 tensor instead, rounded to FP8 and back, for an engine without FP8 matrix multiplications.
     """
     for name, tensor in named_tensors:
         if not is_quantized(name):
@@ -126,8 +128,8 @@ def check_served(
 ) -> None:
     """Refuse a tensor that SGLang cannot load in block FP8. Errors: UserError that names the tensor.
 
-    The rules are SGLang's: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel, expert_tensor:
-    number of ranks that share a matrix, and a matrix of an expert.
+    The rules are SGLang's: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel: number of ranks
+    that split a matrix outside of experts. expert_tensor: number of ranks that split a matrix of an expert.
     """
     if _holds_all_experts(name):
         raise UserError(
@@ -158,7 +160,7 @@ def check_architecture(name: str) -> None:
 
 
 def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False) -> None:
-    """Refuse a model folder that SGLang would refuse; reads its config and its files' headers. Errors: UserError.
+    """Refuse a model folder that SGLang would refuse. Only config.json and the files' headers are read. Errors: UserError.
 
     expert_parallel: number of groups into which the tensor_parallel ranks divide the experts. simulate: for an engine that
     gets rounded bf16 weights; then blocks may have any size.
@@ -192,7 +194,7 @@ class Export:
     """Quantizes the tensors that `Model.save_hf` or a folder streams, and completes config.json."""
 
     def __init__(self, *, writes: bool = True) -> None:
-        """Start an export. writes: True if this process keeps the tensors; other processes only look at names and shapes."""
+        """Start an export. writes: True if this process writes the tensors; other processes only check names and shapes."""
         self._writes = writes
         self._plain: list[str] = []
 
@@ -209,7 +211,7 @@ class Export:
             yield name, tensor
 
     def complete(self, folder: Path) -> None:
-        """Add the format to the folder's config.json. SGLang's products of FP8 weights are bf16."""
+        """Add the format and dtype bf16 to the folder's config.json. SGLang's multiplications with FP8 weights return bf16."""
         config = json.loads((folder / "config.json").read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         plain = [name for name in self._plain if not name.endswith("embed_tokens.weight")]
@@ -225,17 +227,17 @@ class Export:
 
 
 Remembered = dict[str, dict[str, Any]]
-"""Scale and amax_history of a module's forward and backward, and its number of products; by the module's name."""
+"""State of delayed scaling by module name: scale and amax_history of forward and backward, number of matrix products."""
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
 def calibrated(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Return True if a pass has computed scales, or a checkpoint has loaded them."""
+    """Return True if the chunks have scales, from a forward or from a checkpoint."""
     return any(True for _ in _states(chunks, _FORWARD))
 
 
 def calibrate() -> None:
-    """Compute scales from the amaxes of the last pass, for all models. Modules without amaxes keep their scales. Collective."""
+    """Compute all models' scales from the amaxes of the last forward. Modules without amaxes keep their scales. Collective."""
     # The same import as in Megatron.
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
@@ -244,7 +246,7 @@ def calibrate() -> None:
 
 @contextmanager
 def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Restore the amaxes after the block. Its passes have no gradients, so they change no scales."""
+    """Restore the amaxes after the block. Forwards in the block have no gradients, so they do not change the scales."""
     before = {name: state.amax_history.clone() for name, _, state in _states(chunks, _FORWARD)}
     try:
         yield
@@ -255,7 +257,10 @@ def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def remembered(chunks: Iterable[torch.nn.Module]) -> Remembered:
-    """Return the state on the host, for a checkpoint. Transformer Engine's own extra state is a pickle that it refuses."""
+    """Return the state in host memory, for a checkpoint.
+
+    Transformer Engine's own extra state is a pickle, which Transformer Engine refuses to load.
+    """
     found: Remembered = {}
     for key in (_FORWARD, _BACKWARD):
         for name, module, state in _states(chunks, key):
@@ -268,7 +273,7 @@ def remembered(chunks: Iterable[torch.nn.Module]) -> Remembered:
 def restore(
     chunks: Iterable[torch.nn.Module], found: Mapping[str, Mapping[str, Any]], config: TransformerConfig
 ) -> None:
-    """Restore the state from `remembered` in the modules that have an entry. config: of the chunks."""
+    """Restore the state that `remembered` returned, in the modules that have an entry. config: the chunks' config."""
     recipe = get_fp8_recipe(config)
     for name, module in _modules(chunks):
         if name not in found:
@@ -288,7 +293,7 @@ def _modules(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _states(chunks: Iterable[torch.nn.Module], key: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, module, state) of the modules that have state."""
+    """Yield (name, module, state) of the modules that have amaxes. key: "scaling_fwd" or "scaling_bwd"."""
     for name, module in _modules(chunks):
         state = module.fp8_meta.get(key)
         if hasattr(state, "amax_history"):

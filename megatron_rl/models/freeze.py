@@ -1,7 +1,7 @@
 """Frozen weights, chosen by glob patterns over the names of Megatron's parameters. Needs no Megatron, so checks can use it.
 
-The names are the same as in Megatron's local layers (without Transformer Engine). Layers and experts are numbered over the
-whole model, not per rank. So the same list freezes the same weights on every machine and under every parallel layout.
+Patterns use plain names: the names in Megatron's local layers (without Transformer Engine), with layers and experts numbered
+over the whole model, not per rank. So a list freezes the same weights on every machine and under every parallel layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUSED = {
 }
 """Names of norms that Transformer Engine fuses with the next layer -> their names as separate layers."""
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
-"""Names of Transformer Engine's experts, which are all in one layer."""
+"""Names of expert weights in Transformer Engine's layers, where one layer holds all experts."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 SINKS = "*.softmax_offset"
 EXPERTS = ".mlp.experts."
@@ -31,7 +31,7 @@ _WEIGHT_AND_BIAS = ".linear_qkv.weight", ".linear_qkv.bias"
 
 
 def plain_name(name: str, *, tied: bool) -> str:
-    """Return a parameter's name as without Transformer Engine. tied: head and embedding share one weight."""
+    """Return the name that a parameter has without Transformer Engine. tied: head and embedding share one weight."""
     for fused, plain in _FUSED.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
@@ -61,9 +61,9 @@ def check_patterns(
 ) -> None:
     """Refuse patterns that match no parameter, leave nothing to train, or conflict with other settings.
 
-    names: plain names of all parameters of the model. vp2o: VP2O is on; it needs the gradients of all experts.
-    in_all_layers: a weight has to be frozen in all layers and experts, or in none. all_may: the patterns may match all
-    parameters. key: config key, for messages.
+    names: plain names of all parameters of the model. vp2o: True if VP2O is on, which needs the gradients of all experts.
+    in_all_layers: a weight must be frozen in all layers and experts, or in none. all_may: check only that each pattern matches
+    a parameter. key: config key, for messages.
     Errors: UserError that names the pattern or the parameter.
     """
     for pattern in patterns:
@@ -97,12 +97,12 @@ def check_patterns(
 
 
 def any_number(name: str) -> str:
-    """Return the name with * instead of the numbers of layer and expert."""
+    """Return the name with * in place of its layer and expert numbers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _near(pattern: str, names: Set[str]) -> str:
-    """Return a hint with the patterns closest to one that matches nothing: whole names and parts of names."""
+    """Return a hint for a pattern that matches nothing: the closest names, or patterns of single name parts."""
     every = sorted({any_number(name) for name in names})
     parts = [name.split(".") for name in every]
     every += sorted({f"*.{part}.*" for name in parts for part in name[:-1]} | {f"*.{name[-1]}" for name in parts})

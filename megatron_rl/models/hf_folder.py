@@ -1,4 +1,4 @@
-"""Hugging Face model folders as files: check their weights, copy the files beside the weights, write safetensors."""
+"""Files of Hugging Face model folders: checks of the weights, copies of all other files, and writing of safetensors."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def check_weight_files(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a digest of a folder's weights that changes with the weights. It reads only the first numbers of each tensor.
+    """Return a digest of a folder's weights, computed from the files' headers and the first 4096 bytes of each tensor.
 
-    This suffices, because training changes every number of a trained weight. Errors: UserError for a damaged file.
+    The first bytes suffice, because training changes every number of a trained weight. Errors: UserError for a damaged file.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
@@ -87,10 +87,10 @@ def weights_digest(folder: Path) -> str:
 
 
 def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> None:
-    """Raise UserError if a model reads the tokens of the model in `folder` as other tokens.
+    """Raise UserError if the models in `folder` and `other` have different tokens for the same ids.
 
-    The vocabularies must be equal, added special tokens included. The tokens for end of sequence and padding may differ, as
-    between a base model and its instruct model, because models get token ids only. key: config key of `other`, for the message.
+    The vocabularies must be equal, including added special tokens. The tokens for end of sequence and padding may differ, as
+    between a base model and its instruct model, because models get only token ids. key: config key of `other`, for the message.
     """
     if Path(folder).resolve() == Path(other).resolve():
         return
@@ -123,7 +123,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of a tokenizer's vocabulary, tokens and ids: 16 hexadecimal digits."""
+    """Return a digest of a tokenizer's vocabulary (tokens and their ids): 16 hexadecimal digits."""
     items = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(items).encode()).hexdigest()[:16]
 
@@ -174,15 +174,15 @@ _OF_TRAINING = [
 ]
 _OF_TRAINING += ["*.pkl", "*.pickle"]
 LEFT_OUT = [*_OF_WEIGHTS, *_OF_TRAINING, "*.py", ".*"]
-"""Patterns of files about a model's weights or training, and of code, which is never run."""
+"""Patterns of files that are not copied: files about weights or training, hidden files, and code, which is never run."""
 LEFT_OUT_FOLDERS = [".*", "__pycache__", "*.partial", "checkpoint-*", "checkpoints", "global_step*", "step_*"]
 LEFT_OUT_FOLDERS += ["runs", "logs", "wandb", "tensorboard"]
 
 
 def _beside_weights(source: Path, out: Path) -> Iterator[Path]:
-    """Yield the files of a model folder and its subfolders that fit any weights, as paths relative to the folder.
+    """Yield the files of a model folder and its subfolders that do not depend on the weights, as relative paths.
 
-    out: the folder that is being written. It may lie in a subfolder, such as runs/, which is not a part of the model.
+    out: the folder that is being written. If it lies in a subfolder, such as runs/, this subfolder is not part of the model.
     """
     for here, folders, files in os.walk(source):
         folder = Path(here)
@@ -198,9 +198,10 @@ def _is_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None) -> None:
-    """Copy config.json (set to `dtype` and with `changes`) and all other files beside the weights, subfolders included.
+    """Copy config.json (set to `dtype` and with `changes`) and the other files that do not depend on the weights.
 
-    Other files are, for example, the generation config, tokenizer files and chat templates. Files in `LEFT_OUT` are not copied.
+    These are, for example, the generation config, tokenizer files and chat templates, also in subfolders. Files that match
+    `LEFT_OUT` are not copied.
     """
     source, out = source.resolve(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -216,7 +217,7 @@ def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str
 
 
 class ShardWriter:
-    """Writes tensors to safetensors files of at most `shard_bytes` each. Several files get an index.
+    """Writes tensors to safetensors files of at most `shard_bytes` each, and an index if there are several files.
 
     It holds the tensors of one file in memory. `close` writes the last file and renames all files to their final names.
     """
@@ -279,7 +280,7 @@ def whole_folder(out: Path, kind: str = "model folder", *, replace: bool = False
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write all tensors of an iterator. The iterator is exhausted even if the disk fails. Errors: OSError, at the end."""
+    """Write all tensors of an iterator. After a disk error, read the rest of the iterator, then raise OSError."""
     writer, failure = ShardWriter(folder, shard_bytes), None
     for name, tensor in tensors:
         if failure is None:
@@ -314,7 +315,7 @@ class Checksums:
             pass
 
     def compare(self, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
-        """Read all tensors. Errors: UserError that names the first tensor that is missing or differs from what was written."""
+        """Read all tensors and compare their checksums. Errors: UserError that names the first missing or different tensor."""
         found = Checksums()
         found.take(named_tensors)
         if wrong := sorted({name for name, _ in self.of.items() ^ found.of.items()}):
@@ -343,7 +344,7 @@ class Checksums:
 def check_served(path: str, precision: str, server: ServerConfig, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
     """Check that SGLang can serve a folder and receive weight pushes. precision: precision.rollout.
 
-    Errors: UserError if SGLang would hold the weights in another form than the trainer pushes, or would die at the first
+    Errors: UserError if SGLang would store the weights in another format than the trainer pushes, or would crash at the first
     request.
     """
     family = family_of(hf_config)

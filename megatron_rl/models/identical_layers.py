@@ -1,6 +1,7 @@
-"""The layers of `precision.identical`: Megatron's, with forward products, norms and routing from ops/batch_invariant.py.
+"""Layers for `precision.identical`: Megatron's layers, with matrix products, norms and routing from ops/batch_invariant.py.
 
-Gradients use the same formulas with torch's own products, because gradients do not have to be reproducible.
+These operations serve the forward. Gradients use the same formulas with torch's own products, because they need not be
+reproducible.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from megatron_rl.routing.passes import straight_through
 
 
 def parts_of_rank(width: int, ranks: int) -> int:
-    """Return the number of a sum's parts on each tensor-parallel rank. Errors: UserError for more ranks than parts."""
+    """Return how many parts of a sum over `width` inputs each tensor-parallel rank computes.
+
+    Errors: UserError if the ranks cannot share the parts evenly.
+    """
     parts = ops.parts(width)
     if parts % ranks:
         raise UserError(
@@ -65,13 +69,13 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, of_parts: int | None = None) -> Tensor:
-    """`ops.batch_invariant.linear`, differentiable."""
+    """Compute `ops.batch_invariant.linear` with gradients."""
     out: Any = _Linear.apply(x, weight, dtype, of_parts)
     return out
 
 
 class BatchInvariantColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's layer. One rank computes the full sum of each output, so any number of ranks gives the same bits."""
+    """Megatron's layer. One rank computes the full sum of each output, so the bits do not depend on the number of ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *_: Any, **options: Any) -> Tensor:
         if options["sequence_parallel"]:
@@ -87,7 +91,7 @@ class BatchInvariantColumnParallelLinear(ColumnParallelLinear):
 class BatchInvariantRowParallelLinear(RowParallelLinear):
     """Megatron's layer. The ranks' partial sums are added in fp32, in the same order as the parts on a single rank.
 
-    Errors: UserError for more ranks than the sum has parts.
+    Errors: UserError if the ranks cannot share the sum's parts evenly.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -113,7 +117,7 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
 
 
 class _TreeReduce(torch.autograd.Function):
-    """Sum of the ranks' partial sums [s, ...] in the tree's order: this rank's s / ranks rows, or all rows."""
+    """Adds the ranks' partial sums [s, ...] in a fixed tree order. scatter: return this rank's s / ranks rows, not all rows."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
@@ -137,7 +141,10 @@ class _TreeReduce(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """x [R, d] times factors [R] times weight [d]. The factors are 1 / sqrt(mean + eps) over `width` squares on all ranks."""
+    """Computes x [R, d] times factors [R] times weight [d].
+
+    factors: 1 / sqrt(mean square + eps) of each row. The mean is over the row's `width` numbers on all ranks.
+    """
 
     @staticmethod
     def forward(
@@ -172,7 +179,7 @@ class BatchInvariantRMSNorm(RMSNorm):
 
 
 class BatchInvariantHeadsRMSNorm(HeadsRMSNorm):
-    """RMSNorm over all heads. Each rank's part of the sum is a subtree of the full sum."""
+    """RMSNorm over all heads. Each rank's part of the sum is a subtree of the summation tree."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; return the same shape and dtype."""
@@ -224,7 +231,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class BatchInvariantRouter(ReplayRouter):
-    """Router with logits, choice and weights from ops/batch_invariant.py. The weights' gradient uses Megatron's formula."""
+    """Router with batch-invariant logits, expert choice and gates. The gates' gradient uses Megatron's formula."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -249,7 +256,7 @@ class BatchInvariantRouter(ReplayRouter):
         return self.rule.choose(self.rule.scores_of(logits, self.expert_bias))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, E] and the map of chosen experts [T, E]."""
+        """Return router weights [T, E] and the map of chosen experts [T, E] from logits [s, b, E]."""
         flat = logits.detach().view(-1, logits.shape[-1])
         self.router_replay.own = self.choice(flat)
         probs, chosen = super().routing(logits, padding_mask)
@@ -261,7 +268,7 @@ class BatchInvariantRouter(ReplayRouter):
 
 
 class BatchInvariantExperts(GroupedExperts):
-    """Experts with batch-invariant products."""
+    """Experts with batch-invariant matrix multiplications."""
 
     @staticmethod
     def product(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
@@ -273,7 +280,7 @@ class BatchInvariantMoELayer(ExpertMoELayer):
     """Adds the outputs of a token's experts in ascending order of expert ids, in fp32."""
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Combine outputs [T k, d] of the experts, sorted by expert, into [s, b, d]."""
+        """Add up the experts' outputs [T k, d] (rows sorted by expert) for each token; return [s, b, d]."""
         dispatcher: Any = self.token_dispatcher
         rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
         combined: Any = _Combine.apply(output, rows)
@@ -334,18 +341,18 @@ class _ByHead(torch.autograd.Function):
 
 
 class _Product(torch.nn.Module):
-    """`linear` as a module without weights, so that hooks can watch its output."""
+    """Module without weights that calls `linear`, so that hooks can observe the output."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight)
 
 
 class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
-    """MLA on the latents themselves, like an engine that caches the latents (absorbed, arXiv 2405.04434).
+    """MLA that attends to the latents directly ("absorbed", arXiv 2405.04434), like an engine that caches latents.
 
-    Queries are projected into the space of the latents, and each head's mean of latents goes through its value projection.
-    Megatron instead computes keys and values from the latents first. With H heads, rank R of the latents and head size d, the
-    attention costs about (2 R + rope) / (2 d + rope) times Megatron's.
+    Queries are projected into the space of the latents, and each head's value projection is applied to its attention-weighted
+    mean of latents. Megatron instead computes keys and values from the latents first. With rank R of the latents and head size
+    d, this attention costs about (2 R + rope) / (2 d + rope) times as much as Megatron's.
     """
 
     config: Any
@@ -391,7 +398,7 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return torch.cat((content, rotated), dim=-1), keys, latents.unsqueeze(1), compressed, latents
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Project down like Megatron. Its layers for this, of classes that Megatron chooses, only hold the weights."""
+        """Compute the down-projections with batch-invariant products. Megatron's layers only hold the weights."""
         tp, config = self.pg_collection.tp, self.config
         gathered = hidden_states
         if config.sequence_parallel:
@@ -409,9 +416,9 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return compressed, combined
 
     def _normed(self, latents: Tensor) -> Tensor:
-        """Normalize latents [T, R]; each rank's heads contribute a part of the gradient.
+        """Normalize latents [T, R], whose gradient is the sum of the parts from each rank's heads.
 
-        With sequence parallelism, the ranks' gradients of the norm's weight are summed. So each rank normalizes only its own
+        With sequence parallelism, Megatron sums the ranks' gradients of the norm's weight. So each rank normalizes only its own
         rows.
         """
         tp, norm = self.pg_collection.tp, cast("Any", self.kv_layernorm)
@@ -435,11 +442,11 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
 
 
 class BatchInvariantSelfAttention(_TableRotation, SelfAttention):
-    """Self-attention with the table's rotary embedding."""
+    """Self-attention with the rotary embedding from the table."""
 
 
 class BatchInvariantHeadsNormSelfAttention(_TableRotation, HeadsNormSelfAttention):
-    """Self-attention with the table's rotary embedding, and norms over all heads of queries and keys."""
+    """Self-attention with the rotary embedding from the table, and norms over all heads of queries and keys."""
 
     norm = BatchInvariantHeadsRMSNorm
 
@@ -464,11 +471,11 @@ _REPLACED: dict[Any, Any] = {
 
 
 _CHOSEN_BY_CLASS = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Fields of a spec for which Megatron only accepts its own classes."""
+"""Fields of a layer spec for which Megatron only accepts its own classes."""
 
 
 def make_batch_invariant(spec: Any, rotary: ops.Rotary) -> None:
-    """Replace the classes anywhere in a layer spec, in place."""
+    """Replace classes by their batch-invariant versions throughout a layer spec, in place. rotary: for the attention."""
     for name, value in [*vars(spec).items()] if hasattr(spec, "__dict__") else []:
         if name in _CHOSEN_BY_CLASS:
             continue
@@ -492,7 +499,7 @@ def _replaced(value: Any, rotary: ops.Rotary) -> Any:
 
 
 def set_batch_invariant(config: Any, hf_config: Any) -> ops.Rotary:
-    """Set batch-invariant activations in the provider; return the rotary embedding for the table.
+    """Set a batch-invariant activation in the provider's config; return the rotary embedding that the layers share.
 
     Errors: UserError that names an unsupported activation or rotary embedding.
     """

@@ -16,7 +16,7 @@ from megatron_rl.models.router import ReplayRouter
 OUTPUT = "linear_fc2.weight"
 """Name of the output projection among an expert's parameters."""
 _OF_ONE = re.compile(r"\.(?P<kind>weight|bias)(?P<expert>\d+)$")
-"""Names in Transformer Engine's grouped layers: linear_fc1.weight0, linear_fc1.weight1, ..."""
+"""Ending of parameter names in Transformer Engine's grouped layers: linear_fc1.weight0, linear_fc1.weight1, ..."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class ExpertSlice:
 
     @property
     def place(self) -> slice:
-        """Range of the expert in the flat parameter."""
+        """Range of the expert's elements in the flattened parameter."""
         size = self.data.numel()
         first = (self.row or 0) * size
         return slice(first, first + size)
 
     @property
     def main_grad(self) -> Tensor:
-        """View of DDP's fp32 gradient buffer."""
+        """View of the expert's gradient in DDP's fp32 gradient buffer."""
         return self.of(self.parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
 
     def of(self, whole: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class ExpertSlice:
 
 
 class ExpertMoELayer(MoELayer):
-    """Megatron's layer. A pass can ask for the outputs of each token's experts before they are summed."""
+    """Megatron's MoE layer. It can show each token's expert outputs to the current `RoutePass` before they are summed."""
 
     router: ReplayRouter
 
@@ -62,7 +62,7 @@ class ExpertMoELayer(MoELayer):
             parameter.sequence_parallel = False
 
     def combine(self, output: Tensor) -> Tensor:
-        """Sum the experts' outputs like Megatron. Before this, the pass sees the outputs."""
+        """Collect the experts' outputs like Megatron. The current `RoutePass` may see and replace them before their sum."""
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
         # In training, a recomputed layer runs twice. The outputs are shown only in the run with gradients, so once.
@@ -71,7 +71,7 @@ class ExpertMoELayer(MoELayer):
             return output
         dispatcher: Any = self.token_dispatcher
         rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
-        # Each token has k experts. A GPU would have to be waited for to find this out, as masked_select does.
+        # Each token has k experts. masked_select does not know this, and would have to wait for the GPU to count them.
         experts = dispatcher.routing_map.byte().argsort(dim=1, descending=True, stable=True)[:, : rows.shape[1]]
         weights = dispatcher.probs.gather(1, experts)
         return route_pass.see_outputs(self.router.router_replay.layer, output, rows, weights)
@@ -79,15 +79,16 @@ class ExpertMoELayer(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Finish the layer like Megatron, then detach the tensors that its dispatcher keeps.
 
-        Else the router's weights would keep the graph until the next pass. With full recomputation, the graph holds the layer's
-        input and its gradient, so at the end of a backward the inputs and gradients of all layers would be in memory.
+        Otherwise the router's weights in the dispatcher would keep the autograd graph until the next forward. With full
+        recomputation, the graph holds the layer's input and the input's gradient. At the end of a backward, the inputs and
+        gradients of all layers would then be in memory.
         """
         output = super().postprocess(output, shared_expert_output)
         self.let_go()
         return output
 
     def let_go(self) -> None:
-        """Detach the tensors of this pass that the dispatcher keeps."""
+        """Detach the tensors that the dispatcher keeps from this forward."""
         dispatcher: Any = self.token_dispatcher
         for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
             for name, value in [*vars(holder).items()]:
@@ -110,10 +111,10 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELaye
 
 
 def expert_slices(experts: torch.nn.Module) -> dict[str, list[ExpertSlice]]:
-    """Return the trainable parameters of this rank's experts, by their name within an expert, in the order of experts.
+    """Return the trainable parameters of this rank's experts: for each name within an expert, one slice per expert, in order.
 
-    It covers Megatron's three forms: a module per expert (SequentialMLP), a parameter per expert (weight0, weight1, ... in
-    Transformer Engine's grouped layers), and a row per expert in one parameter `[n, ...]`.
+    Megatron stores experts in three forms: a module per expert (SequentialMLP), a parameter per expert (weight0, weight1, ...
+    in Transformer Engine's grouped layers), and a row per expert in one parameter `[n, ...]`.
     """
     if hasattr(experts, "local_experts"):
         found: dict[str, list[ExpertSlice]] = {}

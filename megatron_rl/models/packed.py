@@ -1,4 +1,4 @@
-"""Data of a packed micro-batch that goes through the model beside its hidden states."""
+"""Data of a packed micro-batch that the model's layers get in addition to the hidden states."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from megatron_rl.routing.passes import RoutePass, RouterLosses
 
 
 class LayerOutputs(Protocol):
-    """Interface of an observer of the decoder layers' outputs in a micro-batch."""
+    """Interface of an observer that sees, and may replace, the output of each decoder layer in a micro-batch."""
 
     def see(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output [rows, 1, hidden] of a layer (numbered from 0) that the next layer gets."""
+        """See a layer's output [rows, 1, hidden], and return the output that the next layer gets. layer: index from 0."""
         ...
 
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """Data that goes through the model beside a micro-batch's hidden states."""
+    """Megatron's description of a packed micro-batch, extended by data for our layers."""
 
     places: TokenPlaces | None = None
-    """Positions of the tokens; None to compute them during the pass, which has to wait for the GPU."""
+    """Positions of the tokens; None to compute them in the forward, which then has to wait for the GPU."""
     routing: RoutePass | None = None
-    """Work of the routers in this pass; None for free routing without recording."""
+    """Observers that record or replay the routes of this micro-batch; None if routers choose freely and nothing is recorded."""
     features: LayerOutputs | None = None
-    """Observer of the layers' outputs in this pass."""
+    """Observer of the decoder layers' outputs; None if nothing observes them."""
     router_losses: RouterLosses | None = None
-    """Router losses and the tokens that they count, in a pass with gradients; None: all tokens count, no measurement."""
+    """Weight of the router losses, and the tokens that they count, for a forward with gradients. None: the losses count all
+    tokens and are not measured."""
 
 
 def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> TokenPlaces:
-    """Return a micro-batch's token places: given ones, or computed once and stored on `params`, which all layers share."""
+    """Return the positions of a micro-batch's tokens. If `params` has none, compute and store them there for all layers."""
     given = getattr(params, "places", None)
     if given is not None:
         return given

@@ -64,7 +64,7 @@ class LowRank:
 
 
 def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
-    """Return Hugging Face's layers for one of Megatron's layers: q, k and v; gate and up; or a single one.
+    """Return the names of the Hugging Face layers that form a Megatron layer: q, k and v; gate and up; or a single one.
 
     Errors: UserError for a layer that PEFT's format cannot represent.
     """
@@ -83,7 +83,10 @@ def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
 
 
 def adapted_modules(path: str, targets: Sequence[str]) -> list[str]:
-    """Return the last name parts of Hugging Face's adapted layers. path: model folder; targets: lora.targets."""
+    """Return the last name parts (such as q_proj) of the Hugging Face layers that get adapters.
+
+    path: model folder. targets: lora.targets.
+    """
     hf_config = read_hf_config(path)
     registry, layers = make_bridge(hf_config).mapping_registry(), set()
     names = parameter_names(Shape.from_config(hf_config))
@@ -93,7 +96,10 @@ def adapted_modules(path: str, targets: Sequence[str]) -> list[str]:
 
 
 def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:
-    """Return Hugging Face's layers for one of Megatron's, with their rows [n] of the fused weight. Errors: see check_form."""
+    """Return (Hugging Face layer, indices [n] of its rows in the fused weight) for each part of a Megatron layer.
+
+    Errors: see check_form.
+    """
     layers, every = check_form(registry, name), torch.arange(rows)
     if len(layers) == 3:
         parts = [part.flatten() for part in split_qkv_weights(config, every.view(-1, 1), feature_dim=1)]
@@ -106,7 +112,7 @@ def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: i
 
 
 def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
-    """Return all adapters of the model, in full and on the host, by layer name, on rank 0. Collective."""
+    """Return all adapters of the model on rank 0, unsplit and in host memory, by layer name. Collective."""
     mine: dict[str, LowRank] = {}
     for adapter in adapters:
         down, up, magnitude = adapter.down(), adapter.up(), adapter.magnitude
@@ -122,7 +128,7 @@ def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
 
 
 def _is_ours(adapter: Adapter) -> bool:
-    """Return True if this rank is the one that contributes the adapter, among the ranks that hold the same."""
+    """Return True if this rank contributes the adapter to `gather`. One of the ranks that hold the same adapter does so."""
     if adapter.is_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -199,7 +205,7 @@ class PeftFolder:
     """Weight of a reward model's head, [1, hidden]; None without one."""
 
     def scale(self, layer: str) -> float:
-        """Return the factor of B A in a layer."""
+        """Return the factor by which B A is multiplied in a layer."""
         rank = self.layers[layer].down.shape[0]
         alpha = float(self.settings.get("lora_alpha", 8))
         return alpha / rank**0.5 if self.settings.get("use_rslora") else alpha / rank
@@ -291,7 +297,7 @@ def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMapp
 
 
 def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """Return the folder of the model that the adapters name: a folder, or an id of the hub. Errors: UserError."""
+    """Return the model folder that the adapter's settings name by its path or by its Hugging Face id. Errors: UserError."""
     named, revision = settings.get("base_model_name_or_path") or "", settings.get("revision")
     if named and not Path(named).exists() and hub_id(named) is not None:
         try:
@@ -302,10 +308,10 @@ def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
 
 
 def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Path | None = None) -> None:
-    """Write the model of an adapter folder, with the adapters merged into its weights, as a Hugging Face folder.
+    """Merge adapters into the weights of their model, and write the result as a Hugging Face folder.
 
-    base: folder of the model, by default the one that the adapter folder names. metadata: folder from which the result gets
-    config.json and tokenizer. Errors: UserError.
+    folder: adapter folder. base: model folder; by default, the model that the adapter folder names. metadata: folder from which
+    config.json and tokenizer are copied. Errors: UserError.
     """
     adapter = read_folder(folder)
     base = base or _base_of(folder, adapter.settings)

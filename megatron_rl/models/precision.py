@@ -36,19 +36,19 @@ class PrecisionRecipe:
     fp8: Literal["", "e4m3", "hybrid"] = ""
     """Megatron's fp8: e4m3 for all tensors; hybrid for gradients in e5m2."""
     capability: Capability = (0, 0)
-    """Lowest capability on which Transformer Engine's products of this recipe run."""
+    """Lowest capability on which Transformer Engine's matrix multiplications run with this recipe."""
     below: Capability = (99, 0)
-    """First higher capability on which they do not run."""
+    """First higher capability on which Transformer Engine's matrix multiplications do not run with this recipe."""
     cuda: str = "0"
     """Oldest CUDA version of torch with which Transformer Engine supports the recipe."""
     transformer_engine: str = "0"
     """Oldest release of Transformer Engine with which Megatron supports the recipe (`megatron/core/fp8_utils.py`)."""
     multiple: int = 1
-    """Required divisor of the number of tokens in FP8 products (Megatron's get_fp8_align_size)."""
+    """Required divisor of the number of tokens in FP8 matrix multiplications (Megatron's get_fp8_align_size)."""
     block: int | None = None
     """Edge length of blocks with a common scale in the simulation without a GPU; 0: whole tensors; None: not simulated."""
     near: tuple[str, ...] = ()
-    """Other recipes, the most similar first."""
+    """Other recipes to suggest if this one cannot run, the most similar first."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,7 +66,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type that torch has under a name."""
+    """Return the torch dtype of this name."""
     import torch
 
     return getattr(torch, name)
@@ -111,7 +111,8 @@ TRAIN: dict[str, PrecisionRecipe] = {
 ROLLOUT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 """torch's name of the dtype in which the engine computes and stores everything that is not FP8."""
 ROLLOUT_CAPABILITY: Capability = (8, 9)
-"""Lowest capability for SGLang's block FP8. Below it, Marlin changes the layout of weights, which no push can fill."""
+"""Lowest capability for SGLang's block FP8. On older GPUs, SGLang's Marlin kernels use another layout of the weights, which
+weight sync cannot write."""
 SLOW_BF16 = (
     "this processor has no instructions for bf16 (AVX-512 BF16 or AMX) and is many times slower in it than in fp32"
 )
@@ -120,7 +121,7 @@ _CARDS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide which recipes run. Versions are None for packages that are not installed."""
+    """Properties of a machine that decide which recipes run. The version of a package that is not installed is None."""
 
     gpu: Capability | None
     transformer_engine: str | None
@@ -134,7 +135,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the facts about this machine."""
+    """Return the properties of this machine."""
     import torch
 
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -160,7 +161,7 @@ def has_bf16_instructions(cpuinfo: str) -> bool:
 def slow_bf16(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> str | None:
-    """Return a line for the user if bf16 is requested and slow; None otherwise."""
+    """Return a warning for the user if a recipe uses bf16 and the machine is slow in bf16; None otherwise."""
     asked = [("train", precision.train)] * trains + [("rollout", precision.rollout)] * rolls_out
     keys = [f"precision.{side}: fp32" for side, recipe in asked if recipe == "bf16"]
     if machine.fast_bf16 or not keys:
@@ -182,7 +183,7 @@ class Answer:
     recipe: str
     state: Literal["runs", "simulated", "cannot"]
     reason: str = ""
-    """Arithmetic of the simulation, or what is missing."""
+    """Description of the simulation's arithmetic, or of a requirement that the machine does not meet."""
     nearest: str = ""
     """The most similar recipe that can run, with "can run" or "can be simulated"; empty if the recipe itself can."""
 
@@ -210,7 +211,7 @@ def rollout_recipes(machine: Machine) -> dict[str, Answer]:
 def check_precision(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> None:
-    """Refuse a recipe that cannot run here. Errors: UserError with the key, the reason and the nearest usable recipe."""
+    """Refuse a recipe that cannot run on the machine. Errors: UserError with key, reason and the nearest usable recipe."""
     asked = [("train", trainer_recipes(machine)[precision.train])] if trains else []
     asked += [("rollout", rollout_recipes(machine)[precision.rollout])] if rolls_out else []
     for key, answer in asked:

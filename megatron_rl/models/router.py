@@ -1,4 +1,4 @@
-"""The router of a MoE layer, and the transformer layer that hands the current pass to its router."""
+"""The router of a MoE layer, and the transformer layer that hands its router the routing data of the packed batch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PREDICTOR_WEIGHT = ".router.predictor.weight"
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router with a choice of experts that a `RoutePass` can record, predict or replay.
+    """Megatron's router. A `RoutePass` (the routing data of a micro-batch) can record, predict or replay its choice of experts.
 
-    Scores, weights, groups and expert bias stay Megatron's. Without a pass, it is Megatron's router. Its auxiliary losses are
-    sums over this process's tokens without padding. The trainer divides all gradients by a single number, so these losses are
-    first multiplied by `RouterLosses.weight` (`Trainer.update`). Megatron's own losses are only right if every token of a
-    micro-batch is in the loss, and they count padding.
+    Megatron still computes scores, weights, groups and expert bias. Without a `RoutePass`, Megatron also chooses the experts.
+    The auxiliary losses are sums over this process's tokens without padding. The trainer divides all gradients by a single
+    number, so these losses are first multiplied by `RouterLosses.weight` (`Trainer.update`). Megatron's own losses are only
+    right if every token of a micro-batch is in the loss, and they count padding.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -56,7 +56,7 @@ class ReplayRouter(TopKRouter):
         self.predictor.requires_grad_(False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute logits [s, b, E] from hidden states [s, b, d]."""
+        """Compute logits [s, b, E] from hidden states [s, b, d], as the adapter and the current `RoutePass` change them."""
         logits = self.compute_logits(input)
         if self.adapter is not None and self.adapter.enabled:
             logits = logits + self.adapter(input).to(logits.dtype)
@@ -97,7 +97,7 @@ class ReplayRouter(TopKRouter):
         if not coefficient:
             return probs
         loads = self._real(routing_map).sum(0)
-        if self.tp_cp_group.size() > 1:  # other parts of the micro-batch
+        if self.tp_cp_group.size() > 1:  # these ranks have other parts of the micro-batch
             dist.all_reduce(loads, group=self.tp_cp_group)
         return self._attached("aux_loss", coefficient, load_balancing_terms(scores_for_aux_loss, loads), probs)
 
@@ -121,9 +121,10 @@ class ReplayRouter(TopKRouter):
 
     @torch.no_grad()
     def gates(self, logits: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the weights [T, E] of the experts that the router would choose for logits [T, E]; 0 for others, not scaled.
+        """Return the router's weights [T, E] for logits [T, E], without the scaling factor; 0 for experts not chosen.
 
-        routes: experts [T, k] to use instead; a sentinel lets the router choose.
+        routes: experts [T, k] to use instead of the router's choice. A token without a route (`routing.table.has_route`) keeps
+        the router's choice.
         """
         selector = None
         if routes is not None:
@@ -149,9 +150,10 @@ class ReplayRouter(TopKRouter):
 
 
 class RouterAdapter(torch.nn.Module):
-    """A low-rank adapter of a router. Every rank has all of it, like the router; Megatron-Bridge's adapter would be split.
+    """A low-rank adapter of a router. Every rank has the whole adapter, as with the router; Megatron-Bridge's would be split.
 
-    Under sequence parallelism, each rank routes other tokens, and Megatron sums the gradients of weights with this mark.
+    With sequence parallelism, each rank routes different tokens. The mark `sequence_parallel` on the adapter's weights makes
+    Megatron sum their gradients over the ranks.
     """
 
     input_is_parallel = False
@@ -166,7 +168,7 @@ class RouterAdapter(torch.nn.Module):
             parameter.sequence_parallel = router.config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute [..., E] from hidden states [..., d] in fp32, like the logits."""
+        """Compute the adapter's part of the logits [..., E], in fp32, from hidden states [..., d]."""
         low = torch.nn.functional.linear(hidden.float(), self.linear_in.weight.float())
         return torch.nn.functional.linear(low, self.linear_out.weight.float()) * (self.alpha / self.dim)
 
@@ -188,7 +190,7 @@ class _Given(RouteObserver):
 
 
 class ReplayTransformerLayer(TransformerLayer):
-    """Megatron's layer; gives its router the pass that comes with the packed batch."""
+    """Megatron's layer; it hands its router the routing data (`PackedBatch.routing`) that comes with the packed batch."""
 
     def _forward_mlp(
         self,

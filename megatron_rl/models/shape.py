@@ -1,4 +1,4 @@
-"""Number of parameters of a model, from its config.json: every weight as Megatron has it, in full and on one rank.
+"""Numbers of parameters of a model, from its config.json: every weight as Megatron stores it, unsplit and on one rank.
 
 The module only does arithmetic, for all supported families. `tests/models/test_sizes.py` compares the counts with Megatron's
 own modules and with transformers.
@@ -75,7 +75,7 @@ class Counts:
     experts: int
     """Number of parameters of routed experts."""
     dense: int
-    """Number of all other parameters."""
+    """Number of all parameters outside of routed experts."""
     embedding: int
     """Number of dense parameters in embedding and head."""
     active: int
@@ -113,7 +113,7 @@ class Shape:
     """Norms of queries and keys: none, over each head, or over all heads together (OLMoE)."""
     qkv_bias: bool
     bias: bool
-    """True if the other linear layers have a bias."""
+    """True if attention's output layer and the linear layers of MLPs and experts have a bias."""
     sinks: bool
     windows: tuple[int | None, ...]
     """Attention window of each layer; None for the whole sequence."""
@@ -123,7 +123,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
-        """Return the sizes of a supported architecture (families.FAMILIES). value_head: by default, as in the folder."""
+        """Return the sizes of a model of a supported architecture (families.FAMILIES). value_head: None to follow `config`."""
         value_head = is_classifier(config) if value_head is None else value_head
         family = family_of(config)
         moe, heads = family.moe, config.num_attention_heads
@@ -175,9 +175,9 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRoutes:
-    """Return the format in which SGLang returns a model's routes. gates: replies include the experts' weights.
+    """Return the format in which SGLang returns a model's routes. gates: replies also include the gates.
 
-    Errors: UserError for a dense model, or for more experts than fit beside gates.
+    Errors: UserError for a dense model, or if replies with gates cannot represent so many experts.
     """
     from megatron_rl.data.engine_routes import EngineRoutes
 
@@ -188,7 +188,7 @@ def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRou
 
 
 def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatures:
-    """Return the format of the router features that SGLang exports, in its dtype. Errors: as `engine_routes`."""
+    """Return the format of the router features that SGLang exports. dtype: of its hidden states. Errors: as `engine_routes`."""
     from megatron_rl.data.engine_routes import EngineFeatures
 
     routes = engine_routes(config)
@@ -198,8 +198,8 @@ def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatu
 def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:
     """Return the weights of one layer.
 
-    transformer_engine: with it, every rank has the full low-rank projections of multi-latent attention. Megatron's local layers
-    split them.
+    transformer_engine: if True, every rank has the full low-rank projections of multi-latent attention. If False, they are
+    split, as in Megatron's local layers.
     """
     norms = ("input_layernorm", "pre_mlp_layernorm")
     weights = [*_attention(shape, transformer_engine), *(Weight("norm", (shape.hidden,), f"{n}.weight") for n in norms)]
@@ -266,7 +266,10 @@ def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
 
 
 def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
-    """Return the embedding of the first stage, final norm and head of the last. Tied weights in two stages count twice."""
+    """Return a stage's weights outside of layers: the embedding in the first stage, the final norm and the head in the last.
+
+    Tied weights are returned twice if the first and the last stage differ. tensor: tensor-parallel size.
+    """
     table = (shape.padded_vocab(tensor), shape.hidden)
     weights = [Weight("embedding", table, EMBEDDING, cut=True)] if first else []
     if last:
@@ -286,7 +289,7 @@ def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int
 
 
 def adapter_weights(weights: Iterable[Weight], lora: LoRAConfig) -> list[Weight]:
-    """Return A [r, in] and B [out, r] of each adapted weight, and DoRA's row lengths [out]; for weights that are not split."""
+    """Return A [r, in], B [out, r] and DoRA's row lengths [out] of each weight that gets an adapter. weights: not split."""
     found = []
     for weight in weights if lora.rank else ():
         if is_target(weight.name.replace("*", "0"), lora.targets):
@@ -316,7 +319,7 @@ def rank_weights(
 
 
 def whole_model(shape: Shape) -> list[Weight]:
-    """Return every weight of the model in order, tied embeddings once."""
+    """Return every weight of the model in order. A tied embedding is returned once."""
     ends = end_weights(shape, first=True, last=True)
     return [*ends[:1], *(w for layer in range(shape.layers) for w in layer_weights(shape, layer)), *ends[1:]]
 
@@ -327,7 +330,7 @@ def parameter_names(shape: Shape) -> set[str]:
 
 
 def linear_weights(shape: Shape, patterns: Sequence[str] = ()) -> set[str]:
-    """Return names of linear weights in attention, MLPs and experts that match a pattern; without patterns, all of them."""
+    """Return names of linear weights in attention, MLPs and experts that match a pattern; all names if there is no pattern."""
     names = {w.name.replace("*", str(i)) for w in whole_model(shape) if w.is_matrix for i in range(w.copies)}
     return {name for name in names if not patterns or is_frozen(name, patterns)}
 

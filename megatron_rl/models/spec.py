@@ -1,4 +1,4 @@
-"""The layer spec: which modules Megatron builds a transformer layer from."""
+"""The layer spec: the modules from which Megatron builds a transformer layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _LATENT = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Checkpoint names of Transformer Engine's norms -> names in local layers, so that either can load the other's checkpoint."""
+"""Checkpoint names of Transformer Engine's norms -> names in local layers, so that each kind of layer can load the checkpoints
+of the other kind."""
 
 
 def layer_spec(
@@ -44,11 +45,11 @@ def layer_spec(
     rotary: Rotary | None = None,
     norms_over_all_heads: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
+    """Return the spec of this stage's layers: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
-    Use it as `provider.transformer_layer_spec` of Megatron-Bridge, or as `GPTModel(transformer_layer_spec=...)`. If CUDA and
-    Transformer Engine are available, it is Megatron's Transformer Engine spec, else Megatron's local spec with our norms and
-    experts. The core attention is ours in both.
+    Use this function as `provider.transformer_layer_spec` of Megatron-Bridge, or its result as
+    `GPTModel(transformer_layer_spec=...)`. If CUDA and Transformer Engine are available, the result is Megatron's Transformer
+    Engine spec, else Megatron's local spec with our norms and experts. Both use `CoreAttention`.
 
     ignore_sinks, flash_attention: see `CoreAttention`. plain: always use the local spec. rotary: make the layers
     batch-invariant, with this rotary embedding; needs the local spec. norms_over_all_heads: norms of queries and keys run over

@@ -1,7 +1,7 @@
-"""Conversion of a model larger than memory by a single process: weights go from file to file, some at a time.
+"""Conversion of a model that does not fit into memory, in a single process: weights go from file to file, a few at a time.
 
-The model is built, but its memory is never touched, so it takes no physical memory. Megatron's plan of a checkpoint and
-Megatron-Bridge's tasks only use shapes and addresses. Weights are made when they are written, and freed afterwards.
+The model is built, but its parameters are never read or written, so they take no physical memory. Megatron's plan of a
+checkpoint and Megatron-Bridge's tasks only use shapes and addresses. Each weight is created when it is written, and then freed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STREAMED_SHARD_BYTES = 256 * 1024**2
 
 
 class FolderSource:
-    """`source` of a write (`distributed_checkpoint.Write`): weights from a model folder for an untouched model's parameters."""
+    """`source` argument of a `distributed_checkpoint.Write`: it returns a model folder's weights for a model without values."""
 
     def __init__(
         self,
@@ -35,7 +35,10 @@ class FolderSource:
         checksums: Checksums,
         done: Callable[[], object],
     ) -> None:
-        """tasks, weight_of: from `Model.reader`. checksums: get an entry per parameter. done: called after each parameter."""
+        """Create the source. tasks, weight_of: from `Model.reader`. checksums: get an entry per parameter.
+
+        done: called after each parameter.
+        """
         self.tasks = sorted(tasks, key=_address)
         self._checksums = checksums
         self._weight_of = weight_of
@@ -43,7 +46,7 @@ class FolderSource:
         self._recent: tuple[WeightConversionTask | None, Tensor | None] = None, None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the content for a tensor in a parameter's memory. A tensor that is in no parameter is returned unchanged."""
+        """Return the folder's weights for a tensor that is a part of a parameter. Any other tensor is returned unchanged."""
         index = bisect_right(self.tasks, tensor.data_ptr(), key=_address) - 1
         task = self.tasks[max(index, 0)]
         start = tensor.data_ptr() - _address(task)
@@ -70,7 +73,7 @@ def checkpoint_tasks(
     sharded: Mapping[str, Any],
     read: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Iterator[WeightConversionTask]:
-    """Yield the tasks with weights from a checkpoint. Weights are read some at a time and freed when the caller drops them.
+    """Yield the tasks with weights from a checkpoint. A few weights are read at a time, and freed when the caller drops them.
 
     sharded: the model's sharded state dict. read: function that loads a part of it.
     """
@@ -84,7 +87,7 @@ def checkpoint_tasks(
 
 
 class _Part:
-    """Part of a checkpoint to read for one parameter, into memory of its own, because the model's memory is not touched."""
+    """State that reads one parameter from a checkpoint. It has its own memory, because the model's memory is not touched."""
 
     def __init__(self, sharded: ShardedTensor | ShardedTensorFactory) -> None:
         data = torch.empty_like(cast("Tensor", sharded.data))
@@ -94,7 +97,7 @@ class _Part:
         self.state: Any = dict_list_map_outplace(self._alone, own.build() if self._merge else own)
 
     def _alone(self, part: ShardedTensor) -> ShardedTensor:
-        """Return the part with Megatron's prepended axes (layer, expert) as own axes, so that single indices can be loaded."""
+        """Return the part with Megatron's prepended axes (layer, expert) as real axes, so that one index can be loaded."""
         self._axes = part.prepend_axis_num
         shape = (1,) * self._axes + part.local_shape
         data = cast("Tensor", part.data).view(shape)

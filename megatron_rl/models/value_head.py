@@ -1,4 +1,4 @@
-"""A head that gives one number instead of logits: rewards of responses, values of states."""
+"""A head that gives one number per token instead of logits, for reward models and critics."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Chart:
     log: bool | None = False
     """True for a log scale. None: a log scale if all values are above zero and spread over two powers of ten."""
     reach: tuple[float, float] | None = None
-    """Smallest range that the value axis covers."""
+    """Range that the value axis covers at least; values outside it extend the axis."""
     kind: Literal["lines", "points", "areas"] = "lines"
     """lines; points (lines with a mark at each value, without smoothing); areas (stacked)."""
     unit: str = ""
@@ -130,7 +130,7 @@ _STATISTIC = re.compile(r"[_/](mean|median|std|max|min|p\d+)$")
 def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
     """Return {heading: charts} for the metrics of a run: the charts of `SECTIONS`, and one chart for each other metric.
 
-    The chart of a metric also has its values by layer or update, and its other statistics (mean, max, p99, ...).
+    The values of a metric by layer or update, and its statistics (mean, max, p99, ...), share one chart.
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -169,7 +169,7 @@ LABEL = (
     "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
     " ? format(datum.value, '.3~e') : format(datum.value, ',')"
 )
-"""Vega expression that formats the label of a tick with all its digits."""
+"""Vega expression for tick labels: all digits, but scientific notation for values below 1e-3 or from 1e9 on."""
 CONFIG: Spec = {
     "background": None,
     "font": 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif',
@@ -188,16 +188,16 @@ SMOOTHED_FROM = 25
 """Smallest number of points at which a series is shown with its running mean."""
 ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
 MOST_ROWS, MOST_VALUES = 1000, 3000
-"""Most steps and most numbers of a chart. Above these limits, the chart shows means over equal groups of consecutive steps."""
+"""Limits on the steps and on the values of a chart. Above these, a chart shows means over equal groups of successive steps."""
 
 
 def color(index: int) -> str:
-    """Return the color of a series."""
+    """Return the CSS color of series `index`; colors repeat after the last one."""
     return f"var(--s{index % len(SERIES)})"
 
 
 def shade(position: int, last: int) -> str:
-    """Return the color of series `position` in an ordered row from 1 to `last`; position 0 is the mean of the row."""
+    """Return the CSS color of series `position` (1 to `last`) in a gradient over layers or updates; 0 is their mean."""
     share = 100 * (position - 1) / max(last - 1, 1)
     return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
 
@@ -238,10 +238,12 @@ def lines(
     marks: bool,
     apart: bool = False,
 ) -> Spec:
-    """Return a line chart over steps, with a rule at the step under the mouse.
+    """Return a line chart over steps, with a vertical line at the step under the mouse.
 
-    A long series is a thin line with its running mean drawn over it. marks: each value has a mark and nothing is smoothed.
-    apart: the second line is broad and pale below the first, and later lines are dashed, so that equal lines stay visible.
+    A long series is a thin line with its running mean drawn over it. log: the value axis is logarithmic, if the
+    largest value is at least 5 times the smallest. reach: range that the value axis covers at least. marks: each value has a
+    mark and nothing is smoothed. apart: if marks, the second line is broad and pale below the first, and
+    later lines are dashed, so that equal lines stay visible.
     """
     rows, fields = table(series), [f"s{i}" for i in range(len(series))]
     values = [value for found in series for _, value in found if value > 0 or not log]
@@ -278,7 +280,7 @@ def lines(
 
 
 def log_axis(low: float, high: float) -> Spec:
-    """Return a log scale with grid lines at powers of ten; a short range also has lines at 2 and 5 times these."""
+    """Return a log scale with grid lines at powers of ten; a short range also has lines at 2 and 5 times these powers."""
     parts = (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [tick for p in powers for m in parts if low <= (tick := float(f"{m}e{p}")) <= high]
@@ -287,7 +289,7 @@ def log_axis(low: float, high: float) -> Spec:
 
 
 def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
-    """Return a chart of series stacked over steps."""
+    """Return a chart over steps with the series as stacked areas."""
     fields = [f"s{i}" for i in range(len(series))]
     encoding = {
         "x": STEPS,
@@ -317,9 +319,9 @@ def _from_zero(values: Sequence[float]) -> bool:
 
 
 def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
-    """Return a bar chart of shares by number of slots, one bar per run, on a log axis.
+    """Return a bar chart on a log axis: for each number of replaced experts, one bar per run with its share.
 
-    Each bar has its share as a text. A share of zero has no bar.
+    tails: shares from `deviation_tails`, by run. Each bar shows its share as text. A share of zero has no bar.
     """
     ids = {run: f"s{i}" for i, run in enumerate(colors)}  # names of runs could break a Vega expression
     rows = [
@@ -357,7 +359,8 @@ def _tip(*fields: str) -> list[Spec]:
 def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, kl: bool) -> Spec:
     """Return a heat map with a cell for each (layer, update). Light cells are near to the current router.
 
-    kl: values are KL divergences (log scale, small is light); else agreements. ends: ends of the color scale (`heat_ends`).
+    kl: True: values are KL divergences (log color scale, small values are light); False: values are agreements.
+    ends: ends of the color scale (`heat_ends`).
     """
     rows = [
         {"layer": layer, "update": update, "value": value, "text": cell_text(value, kl=kl)}
@@ -413,8 +416,8 @@ def short(value: float) -> str:
 def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
     """Return the chart of |d log p| of sampled tokens by their probability (figure 1 of "Taming the Tail", Li et al.).
 
-    For each class of probabilities it has marks at the mean and at the largest value, and the bound as a dashed line. A dot
-    shows the size of the mean of engine - trainer; it is filled if that mean is above 0.
+    For each class of probabilities, marks show the mean and the largest value, and a dashed line shows the bound. A dot shows
+    the absolute value of the mean difference engine - trainer. The dot is filled if the mean difference is above 0.
     """
     rows = [
         {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}

@@ -1,4 +1,4 @@
-"""Use of the trainer's GPUs in a step: memory, utilization, tokens per second and GPU. No metrics on a machine without GPU."""
+"""GPU metrics of the trainer in a step: memory, utilization, and tokens per second and GPU. Empty on a machine without GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, float], epochs: float = 1.0) -> Metrics:
-    """Return the hardware metrics of this process in the step that ends.
+    """Return the hardware metrics of this process for the step that has just ended.
 
-    trained: sequences that the leader of this data-parallel rank trained on, `epochs` times. times: seconds by name.
+    trained: sequences of this data-parallel rank that the updates used `epochs` times. times: seconds by metric name.
     Memory is the peak since the last call, in GB of 10^9 bytes. MFU counts the FLOPs of forward and backward passes of the
     updates; recomputation and scoring do not count.
     """
@@ -39,5 +39,5 @@ def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, 
 
 
 def per_second(run: Run, amount: float, seconds: float) -> Metric:
-    """Return a metric: the sum of all processes' amounts, divided by the seconds that rank 0 needed."""
+    """Return a rate as a metric: the sum of the amounts of all processes, divided by the `seconds` of rank 0."""
     return ratio(amount, seconds if run.ranks.rank == 0 else 0.0)

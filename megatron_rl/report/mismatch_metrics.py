@@ -62,7 +62,10 @@ def mismatch_metrics(
 
 @dataclass(frozen=True)
 class _Scored:
-    """One micro-batch and the results of its update for each token, all [T]. On the host: a GPU would block at each read."""
+    """One micro-batch and the results of its update, as tensors [T] with one value per token.
+
+    The tensors are in host memory, because each read of a value on a GPU would block.
+    """
 
     mask: torch.Tensor
     rollout_log_probs: torch.Tensor
@@ -71,7 +74,7 @@ class _Scored:
     pruned: torch.Tensor
     corrected: TokenWeights
     safe: torch.Tensor | None = None
-    """True if a token lies in the trainer's safe set of pruning.rho. None unless it was computed; without pruning only."""
+    """True for tokens in the trainer's safe set for pruning.rho. None with pruning, or if the set was not computed."""
 
     @classmethod
     def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
@@ -89,7 +92,10 @@ def _measure(
     of_sequences: bool = False,
     safe: torch.Tensor | None = None,
 ) -> mismatch.Mismatch:
-    """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank; all ranks add to their sums."""
+    """Return the mismatch over the tokens in the mask.
+
+    All context-parallel ranks add to the sums of a sequence, but only the first of these ranks counts the sequence.
+    """
     finite = mask & log_ratios.isfinite()
     parts = (torch.where(mask, log_ratios, 0.0), torch.where(finite, log_ratios, 0.0))
     total, of_finite, tokens, finite_tokens = batch.segments.sums(*parts, mask.double(), finite.double())
@@ -103,9 +109,9 @@ def _measure(
 def _correction_metrics(batch: _Scored) -> Metrics:
     """Return the metrics of the correction.
 
-    corrected/vetoed, rejected, bounded: shares of the tokens that the veto excludes, that rejection excludes, and whose ratio
-    the mode changes. corrected/masked: share of the tokens with weight 0 for any reason. corrected/weight_*: statistics of
-    the weights.
+    corrected/vetoed: share of the tokens that the veto excludes. corrected/rejected: share that rejection excludes.
+    corrected/bounded: share whose ratio the bounds of correction.mode change. corrected/masked: share of the
+    tokens with weight 0 for any reason. corrected/weight_*: statistics of the weights.
     """
     corrected, weights = batch.corrected, batch.corrected.weights[batch.mask]
     tokens, total = len(weights), float(weights.sum())
@@ -128,12 +134,12 @@ def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
     """Return the metrics of the tokens that the safe set excludes.
 
     pruning/coverage: mean probability Z of the safe set; coverage_min: smallest Z. pruned_mass, pruned_mass_max: mean and
-    largest 1 - Z. out_of_set: number of sampled tokens outside the trainer's set.
+    largest 1 - Z. out_of_set: number of sampled tokens outside the trainer's safe set.
 
-    pruning/bias_bound: R_max T (1 - Z_min). It bounds the difference of expected reward between the pruned policy and the
-    whole policy (Li et al., proposition 5.5). T is rollout.max_new_tokens. Z_min is the smallest coverage in the sampled
-    states. R_max is the sum of the reward weights, because parts lie between 0 and 1. pruning/bias_mean: R_max T mean(1 - Z),
-    the form before the minimum is taken (equation 26). largest: R_max T.
+    pruning/bias_bound: R_max T (1 - Z_min). It bounds the difference in expected reward between the pruned and the
+    unpruned policy (Li et al., proposition 5.5). T is rollout.max_new_tokens. Z_min is the smallest coverage in the sampled
+    states. R_max is the sum of the reward weights, because each part is between 0 and 1. pruning/bias_mean: the same with the
+    mean, R_max T mean(1 - Z), which is the form before the minimum is taken (equation 26). largest: R_max T.
     """
     pruned = batch.pruned[batch.mask].double()  # computing 1 - Z from Z in fp32 could not resolve values below 6e-8
     tokens, total = len(pruned), float(pruned.sum())

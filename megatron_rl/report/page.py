@@ -47,7 +47,7 @@ class Card:
     note: str
     spec: dict[str, Any]
     legend: list[tuple[str, str]]
-    """(label, color) of s0, s1, ..."""
+    """(label, color) of each series of the chart, in the order of the fields s0, s1, ..."""
     unit: str = ""
     wide: bool = False
 
@@ -55,7 +55,8 @@ class Card:
 def report_command(folders: Sequence[Path], upload: bool = False) -> None:
     """Write the page, then print the evaluations of the runs and the path of the page.
 
-    upload: also attach the page to each run in its trackers. Errors: UserError as `write_report`.
+    upload: also attach the page to each run in its trackers. Errors: UserError as for `write_report`, or if a run has no
+    tracker that stores files.
     """
     page, console = write_report(folders), Console()
     for table in filter(None, [*map(before_after, folders), compared(folders)]):
@@ -216,7 +217,7 @@ def _section(runs: list[RunLog], hidden: set[str], name: str, charts: Sequence[C
 
 
 Series = tuple[str, str, list[tuple[int, float]]]
-"""(label, color, points)."""
+"""One series of a chart: (label, color, points)."""
 
 
 def _series(runs: list[RunLog], hidden: set[str], chart: Chart) -> list[Series]:
@@ -288,7 +289,10 @@ def _routing_cards(runs: list[RunLog]) -> list[Card]:
 
 
 def _samples(run: RunLog, many: bool) -> dict[str, list[dict[str, Any]]]:
-    """Return {title of a step: rollouts} for evenly spaced steps, including the first and the last step."""
+    """Return {title of a step: its sample rollouts} for evenly spaced steps, including the first and the last step.
+
+    many: the page shows several runs, so titles contain the name of the run.
+    """
     steps = sorted({sample["step"] for sample in run.samples})
     if len(steps) > MOST_SAMPLE_STEPS:
         every = (len(steps) - 1) / (MOST_SAMPLE_STEPS - 1)
@@ -298,7 +302,7 @@ def _samples(run: RunLog, many: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _details(sample: dict[str, Any]) -> str:
-    """Return how the response ended, and the parts of the reward if there are several."""
+    """Return a text: how the response ended, whether training skipped it, and the reward parts if there are several."""
     parts = {name.removeprefix("reward/"): value for name, value in sample.items() if name.startswith("reward/")}
     shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
     masked = ["not trained on"] if sample.get("masked") else []
@@ -306,7 +310,10 @@ def _details(sample: dict[str, Any]) -> str:
 
 
 def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """Return a run's responses with the highest reward and the most frequent ones, each with its count over the steps."""
+    """Return the responses of a run with the highest reward and the most frequent responses, at most `most` of each kind.
+
+    Each response has its number of occurrences over all steps.
+    """
     found: dict[str, dict[str, Any]] = {}
     counted: set[tuple[int, str]] = set()
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Content of a run's folder, read back: config, log records, samples, and summaries of the whole log."""
+"""Reads config, log records and samples from a run's folder, and summarizes the whole log."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def number(value: Any) -> float | None:
 
 
 def points(lines: Lines, metric: str) -> Points:
-    """Return (step, value) pairs of a metric."""
+    """Return the (step, value) pairs of a metric, for the steps at which it has a finite value."""
     return [(line["step"], value) for line in lines if (value := number(line.get(metric))) is not None]
 
 
@@ -91,7 +91,7 @@ def metrics(lines: Lines) -> dict[str, None]:
 def named(names: Iterable[str], pattern: str) -> dict[str, str]:
     """Return {metric: part that * matches} for the names that match a pattern "a*b", shortest part first.
 
-    A pattern without * returns itself.
+    For a pattern without *, return {pattern: ""}.
     """
     start, star, end = pattern.partition("*")
     if not star:
@@ -101,7 +101,10 @@ def named(names: Iterable[str], pattern: str) -> dict[str, str]:
 
 
 def repeated(runs: Sequence[Lines]) -> set[str]:
-    """Return the eval/distinct@n metrics that equal pass@n, as they do if each prompt has a single right answer."""
+    """Return the eval/distinct@n metrics that equal eval/pass@n in all runs.
+
+    They are equal if each prompt has a single right answer.
+    """
     names = {name for lines in runs for name in named(metrics(lines), "eval/distinct@*")}
 
     def repeats(lines: Lines, name: str) -> bool:
@@ -142,10 +145,10 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def deviation_tails(lines: Lines) -> list[float | None]:
-    """Return shares of the (token, layer) pairs with J replayed experts that the current router would not pick, J = 0 .. k.
+    """Return, for J = 0 .. k, the share of (token, layer) pairs with J replayed experts that the current router would not pick.
 
     Each share is a mean over the last quarter of the steps. The list is empty if the run logged no shares. Figure 4b of the
-    Pr2 paper.
+    Pr2 paper shows such shares.
     """
     slots = named(metrics(lines), "routing/deviation_*")
     shares = {int(slots[name]): share for name, share in mean_of_last_quarter(lines, slots).items()}
@@ -155,7 +158,7 @@ def deviation_tails(lines: Lines) -> list[float | None]:
 def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], float]:
     """Return {(model layer, update): value} of the metric "agreement" or "kl", as means over the last quarter of the steps.
 
-    Figure 6 of the Pr2 paper.
+    Figure 6 of the Pr2 paper shows such values.
     """
     pattern = re.compile(rf"routing/layer_(\d+)/update_(\d+)/{metric}")
     places = {name: match for name in metrics(lines) if (match := pattern.fullmatch(name))}
@@ -164,7 +167,11 @@ def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], f
 
 
 def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
-    """Return {upper end of a class of p: tokens, abs, abs_max, bias of |d log p|} over all steps, without empty classes."""
+    """Return {upper end: statistics} for each class of sampled tokens by their probability p, over all steps.
+
+    tokens: number of tokens. abs, abs_max: mean and largest |d log p|, the difference between engine and trainer. bias: mean of
+    engine - trainer. Empty classes are left out.
+    """
     found = {}
     for below in BELOW:
         names = [f"mismatch/p<{below:g}/{name}" for name in ("tokens", "abs", "bias", "abs_max")]
@@ -178,7 +185,7 @@ def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
 
 
 def probability_bound(lines: Lines, below: float) -> float | None:
-    """Return 2 e (1 - p), the largest |d log p| that logit errors of size e cause, at the middle p of a class.
+    """Return 2 e (1 - p), the largest |d log p| that logit errors of size e cause, with p in the middle of a class.
 
     e is the median of mismatch/epsilon_p99 over the steps. The middle is geometric up to 0.1 and arithmetic above 0.1.
     """
@@ -196,7 +203,7 @@ def probability_bound(lines: Lines, below: float) -> float | None:
 
 
 def before_after(run_dir: Path) -> Table | None:
-    """Return a table with the scores of a run's first and last evaluation; None if there are fewer than two evaluations."""
+    """Return a table with the scores of a run's first and last evaluation; None if the run has fewer than two evaluations."""
     found = [(t, points) for t, points in evaluations(read_json_lines(run_dir / METRICS_FILE)) if len(points) > 1]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Rollouts that a step keeps for the report, and the rollouts that the report shows first, so that reward hacking is seen."""
+"""Chooses the rollouts of a step that the report shows, so that reward hacking is visible, and measures conversations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean
 
 Place = tuple[int, Hashable]
-"""(group, response or a key for it). Samples of one prompt share the group."""
+"""(group, response or its hash). The samples of one prompt have the same group."""
 
 
 def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[Place, int]:
-    """Choose at most `most` of the (group, response, reward) rollouts, and return {place: rollouts with the same response}.
+    """Choose at most `most` of the (group, response, reward) rollouts, and return {place: number of equal responses}.
 
     The first quarter (rounded up) are the responses with the highest rewards, the next quarter the most frequent responses.
-    The rest take turns over the prompts.
+    The others come from the prompts in turn.
     """
     counts = Counter(response for _, response, _ in rollouts)
     groups: dict[int, list[Place]] = {}
@@ -44,7 +44,7 @@ def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[P
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> dict[str, Any]:
-    """Return prompt and response as text, the reward and its parts, how the response ended, and the weights that sampled it."""
+    """Return prompt and response as text, the reward and its parts, how the response ended, and the weight versions used."""
     t = trajectory
     return {
         "prompt_id": t.prompt_id,
@@ -87,9 +87,9 @@ ENDINGS = ("stop", "turns", "tokens", "time", "failure")
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return means over this leader's conversations of a step.
 
-    agent/turns: number of replies. calls: number of well-formed tool calls. malformed: share of malformed calls among all
-    attempted calls. tool_seconds: time of the tools in seconds. end_X: share of the samples that ended for reason X.
-    response/trained: number of tokens that train (sampled by the policy); response/length also counts observations.
+    agent/turns: number of the model's replies. calls: number of well-formed tool calls. malformed: share of malformed calls
+    among all attempted calls. tool_seconds: time of the tools in seconds. end_X: share of the samples that ended for reason X.
+    response/trained: number of tokens that the policy sampled and trains on; response/length also counts observations.
     """
     count = len(trajectories)
     samples = [t for t in trajectories if not t.part]

@@ -1,4 +1,4 @@
-"""`megatron-rl status`: state of a run, read from its folder alone, on any machine that sees the folder."""
+"""`megatron-rl status`: prints the state of a run. It reads only the run's folder, on any machine that sees the folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron_rl.report.run_folder import RunLog, number, read_run
 from megatron_rl.run.run_lock import NAME as LOCK
 
 FLOCK = "hhqqi4x"
-"""Format of Linux's struct flock on 64 bits: type, whence, start, length, process."""
+"""Format of Linux's struct flock on 64 bits: type, whence, start, length, process id."""
 RECENT = 10
-"""Number of last steps over which times are taken."""
+"""Number of most recent steps from which `status` computes times."""
 SHOWN = ("reward/mean", "eval/score", "loss/policy", "mismatch/kl", "mismatch/ess", "rollout/stale", "rollout/restarts")
 """Metrics whose newest values `status` shows."""
 
@@ -42,17 +42,17 @@ class Status:
     step: int
     steps: int | None
     seconds_per_step: float | None
-    """Median over the last steps, in seconds."""
+    """Median time of a step over the most recent steps, in seconds."""
     idle_s: float | None
     """Seconds since the last write to the log."""
     left_s: float | None
-    """Estimated seconds until the last step, at the pace of `seconds_per_step`."""
+    """Estimated seconds until the run's last step has ended, from `seconds_per_step`; None if unknown or not running."""
     checkpoints: list[str]
     unfinished: list[str]
-    """Checkpoints whose saving is in progress, or was interrupted when the process ended."""
+    """Checkpoints that are being written, or whose writing was interrupted when the process ended."""
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    """Shares of the time of the last steps, by phase."""
+    """{phase: share of the time of the most recent steps}, without shares below 1 %."""
     logs: list[str] = field(default_factory=list)
 
 
@@ -127,7 +127,10 @@ def clock(seconds: float) -> str:
 
 
 def _writer(path: Path) -> tuple[str, bool | None]:
-    """Return (process that locked the folder last, True if it still holds the lock). None: the file system has no locks."""
+    """Return (process that locked the folder last, True if it still holds the lock).
+
+    The second value is None if the file system has no locks.
+    """
     try:
         with path.open(errors="replace") as file:
             writer = hide(file.read().strip())
@@ -164,7 +167,7 @@ def _shares(log: RunLog) -> dict[str, float]:
 
 
 def _logs(folder: Path, name: str) -> list[str]:
-    """Return the logs of the run's own servers, and of its newest attempt as a Slurm job (examples/slurm/common.sh)."""
+    """Return the log files of the run's own servers, and the log folder of its newest Slurm job (examples/slurm/common.sh)."""
     found = [str(path) for path in sorted(folder.glob("sglang*.log"))]
     root = folder.resolve()
     for _ in Path(name).parts:

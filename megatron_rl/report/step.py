@@ -22,7 +22,7 @@ from megatron_rl.run.run import Clock, Run
 from megatron_rl.trainer.trainer import Update
 
 MOST_IDLE_STEPS = 10
-"""Number of successive steps without an update after which a run ends: without updates, weights and responses stay the same."""
+"""A run ends after this many successive steps without an update, because its weights and responses stay the same."""
 
 
 def log_step(
@@ -33,7 +33,10 @@ def log_step(
     engine: Metrics,
     clock: Clock,
 ) -> None:
-    """Log the training step that has just ended. All ranks call this; rank 0 writes. engine: this process's engine metrics."""
+    """Log the training step that has just ended. All ranks call this function, and rank 0 writes.
+
+    engine: rollout metrics that this process measured.
+    """
     config = run.config
     measured = reward_metrics(trajectories, agents=config.rollout.program != "single_turn") | engine
     # Mismatch metrics use the first epoch, whose updates have each token once.
@@ -64,7 +67,7 @@ def log_line(
     *,
     epochs: float = 1.0,
 ) -> None:
-    """Write the metrics line of a step from measurements of all processes. Collective.
+    """Merge the measurements of all processes, and write them as one line of metrics.jsonl. Collective.
 
     measured: metrics of this process. trained: sequences of this data-parallel rank. times: seconds by name, logged from
     rank 0. epochs: number of times that the updates use each sequence.
@@ -81,8 +84,8 @@ def log_line(
 def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
     """Return the number of successive steps, up to this one, in which all updates were skipped.
 
-    before: that number up to the previous step. found: numbers of the step's log line.
-    Errors: UserError, the same on all processes, if the number reaches MOST_IDLE_STEPS.
+    before: number of such steps up to the previous step. updates: number of updates of this step. found: metrics of this step's
+    log line. Errors: UserError, the same on all processes, if the result reaches MOST_IDLE_STEPS.
     """
     if not updates:  # only the critic trains
         return before
@@ -102,7 +105,10 @@ def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
 
 
 def reward_metrics(trajectories: list[Trajectory], *, agents: bool) -> Metrics:
-    """Return rewards and lengths of this leader's trajectories of a step. agents: True if they are conversations."""
+    """Return metrics of the rewards and lengths of this leader's trajectories in a step.
+
+    agents: True if the trajectories are conversations.
+    """
     samples = [t for t in trajectories if not t.part]
     return {
         "reward": derived(
@@ -134,7 +140,7 @@ def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> di
 
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """Choose rollouts of all leaders for the report. Each has the number of equal responses in the step."""
+    """Choose rollouts of all leaders for the report. Each rollout has the number of equal responses in the step."""
     trajectories = [t for t in trajectories if not t.part]  # the first sequence of a sample represents the sample
     places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # a hash is small to gather
     rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]

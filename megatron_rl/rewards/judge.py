@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Judgments:
-    """At most `limit` scores, by digests of the questions; the least recently used scores are dropped first.
+    """Cache of at most `limit` scores, by digest of the question. The least recently used scores are dropped first.
 
-    If there is a folder, each data-parallel rank saves its scores as lines of a file there, and reads the files of all ranks at
-    the start. Unreadable lines are ignored, and their questions are asked again.
+    If a folder is given, each data-parallel rank saves its scores as lines of a file in this folder, and reads the files of
+    all ranks at the start. Unreadable lines are ignored, and their questions are asked again.
     """
 
     def __init__(self, limit: int, folder: Path | None, name: str, data_rank: int) -> None:
@@ -137,7 +137,10 @@ def question(config: JudgeConfig, nonce: str, fields: dict[str, str]) -> str:
 
 
 def verdict(config: JudgeConfig, nonce: str, reply: str) -> float:
-    """Return the score, 0 to 1, in the reply's last line with the nonce. Errors: ValueError that says why there is none."""
+    """Return the score (0 to 1) from the last line of the reply with the nonce.
+
+    Errors: ValueError with the reason, if there is no score.
+    """
     lines = re.findall(
         rf"^[^\S\n]*[{re.escape(_MARKS)}]*VERDICT[^\S\n]+{re.escape(nonce)}[^\S\n]*:(.*)$",
         behind_thinking(reply),
@@ -182,7 +185,7 @@ def _by_key(key: str, text: str) -> float:
 log = logging.getLogger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Pause in seconds before a request is repeated; it doubles each time up to the longest pause."""
+"""First and longest pause, in seconds, before a request is repeated. The pause doubles with each attempt."""
 MOST_BYTES = 4 * 2**20
 """Limit of bytes of a server's answer."""
 SAID_EVERY_S = 60.0
@@ -191,7 +194,7 @@ _RANDOM = random.SystemRandom()  # independent of the run's seed
 
 
 class NoVerdict(Exception):
-    """A request has no usable answer; the text says why."""
+    """Raised if a request got no usable answer; the text gives the reason."""
 
     def __init__(self, problem: str, *, again: bool = True) -> None:
         """again: True if a repeated request may succeed."""
@@ -210,7 +213,10 @@ class Judge:
     """Number of different responses that the last call sent to the server."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check that the judge answers. prompts: examples. Errors: UserError if a prompt lacks a field, or no answer comes."""
+        """Check that the judge answers. prompts: example prompts.
+
+        Errors: UserError if a prompt lacks a field that the judge needs, or if the judge does not answer.
+        """
         for prompt in prompts:
             self._asked(prompt)
 
@@ -272,7 +278,10 @@ class Judge:
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     async def _ask(self, asked: dict[str, dict[str, str]], counts: Counter[str], found: dict[str, float]) -> None:
-        """Add scores by key to `found`. counts: number of responses of each key, including keys with known scores."""
+        """Ask the judge and add its scores to `found`, by key. asked: fields by key.
+
+        counts: number of responses of each key, including keys with known scores.
+        """
         total, failed, problem = counts.total(), 0, ""
         clock = asyncio.get_running_loop().time
         said, room = clock(), asyncio.Semaphore(self.config.concurrency)
@@ -330,7 +339,10 @@ class Judge:
     async def _reply(
         self, server: aiohttp.ClientSession, text: str, *, max_tokens: int | None = None, whole: bool = False
     ) -> str:
-        """Return the server's reply to a message. whole: refuse a reply cut off by a limit. Errors: NoVerdict."""
+        """Return the server's reply to a message. Errors: NoVerdict.
+
+        whole: a reply without a text, or one that a limit cut off, is an error too.
+        """
         body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": text}],

@@ -87,7 +87,7 @@ class Rewards:
         """Tokenizers of process reward models."""
         self._measured: Metrics = {}
         self._seen = {name: torch.zeros(3, dtype=torch.float64) for name, m in config.models.items() if m.normalize}
-        """Moments of all scores of the run so far."""
+        """Moments (count, sum, sum of squares) of all scores of the run so far, by reward model with `normalize`."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check that each judge answers. prompts: examples of prompts for the judges.
@@ -209,7 +209,7 @@ class Rewards:
         return found if self._ranks.is_leader else []
 
     def _score_steps(self, name: str, settings: ScorerConfig, judged: list[Trajectory], *, learns: bool) -> None:
-        """Set the part of a process reward model; if its scores are token rewards, also set the field step_scores."""
+        """Set the reward part of a process reward model. If step_placement is `tokens`, also set the field step_scores."""
         tokenizer, model = self._tokenizers[name], self.models[name]
         separator = settings.step_separator or str(model.model.step_separator)
         steps = [steps_of(t.text, separator, ended=not t.truncated) for t in judged]
@@ -239,7 +239,10 @@ class Rewards:
             }
 
     def _values(self, model: Trainer, plain: list[Tokens]) -> tuple[Tensor, Labels, list[Tokens]]:
-        """Return values [L] of the leader's sequences, each with one more state at its end, on all processes of its copy."""
+        """Return values [L], labels and sequences on all processes of the leader's model copy.
+
+        plain: the leader's sequences. Each gets one more state at its end, so that its last token has a value.
+        """
         sequences = [with_last_state(sequence) for sequence in self._ranks.from_leader(plain)]
         labels, batches = Labels(sequences), model.pack(sequences)
         model.compute_fields(batches, frozenset({"values"}))
@@ -273,7 +276,7 @@ class Rewards:
 
 
 def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling: str) -> list[float]:
-    """Return the score of each sequence from the values [L] of its states, with the pooling of the reward model's training."""
+    """Return the score of each sequence, pooled from the values [L] of its states as in the reward model's training."""
     rows = labels.rows(values.double())
     # The state at a token that the policy chose is one position after the state that predicts this token.
     own = labels.rows(labels.of("loss_mask")).roll(1, 1)

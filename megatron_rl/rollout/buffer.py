@@ -1,4 +1,4 @@
-"""Buffer of the batches of coming steps, which the servers sample while the trainer learns."""
+"""Buffer of batches for coming steps: the servers sample them while the trainer updates the model."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class _Batch:
 
 
 class RolloutBuffer:
-    """Batches in the order of their steps, requested at most rollout.max_staleness steps before they are trained on.
+    """Batches in the order of their training steps. A batch is requested at most rollout.max_staleness steps ahead.
 
-    Every process has a buffer and calls it. A checkpoint stores the data-stream positions of the batches that were requested
-    but not trained on, and the position after these batches. A resumed run therefore requests the same prompts again.
+    Every process has a buffer and calls its methods. A checkpoint stores the data-stream positions of the batches that were
+    requested but not trained on, and the position after these batches. A resumed run therefore requests the same prompts again.
     """
 
     def __init__(
         self, run: RunContext, engine: Engine, verify: Callable[[list[Trajectory], Sequence[Prompt]], None]
     ) -> None:
-        """verify: runs the verifiers on trajectories early, if dynamic sampling or a record needs the rewards."""
+        """verify: runs the verifiers before `next` returns, if dynamic sampling or rollout.record needs rewards."""
         self._run, self._engine, self._verify = run, engine, verify
         self._settings = run.config.rollout.dynamic_sampling
         self._batches: deque[_Batch] = deque()
         self._groups: Groups | None = None
         """Groups of the last step, if dynamic sampling filters them."""
         self._before_rounds: tuple[int, dict[str, Any]] | None = None
-        """(step, state of the data stream before the step's further rounds drew replacement prompts)."""
+        """Step, and the state of the data stream before further rounds of this step drew replacement prompts."""
 
     def next(self) -> tuple[Sequence[Prompt], list[Trajectory]]:
-        """Return prompts and trajectories of the run's step. Requests for later steps are sent before this step is awaited.
+        """Send the requests for later steps, then wait for the current step and return its prompts and trajectories.
 
         Errors: the same as `Engine.finish`.
         """
@@ -73,7 +73,7 @@ class RolloutBuffer:
     def _with_spread(
         self, prompts: Sequence[Prompt], trajectories: list[Trajectory], step: int
     ) -> tuple[Sequence[Prompt], list[Trajectory]]:
-        """Build a batch of groups with reward spread: further rounds of prompts replace groups without spread (DAPO)."""
+        """Replace groups whose rewards are all equal by groups of further prompts, round by round (DAPO)."""
         run, settings = self._run, self._settings
         self._groups = groups = Groups(run.config.batch.prompts_per_step)
         while True:
@@ -118,7 +118,7 @@ class RolloutBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw the batches again that an earlier process of the run had requested; the run's stream is already restored."""
+        """Draw again the batches that an earlier process had requested. The run's data stream must be restored first."""
         run, places = self._run, state.get("ahead", [])
         if not places:
             return
@@ -132,7 +132,7 @@ class RolloutBuffer:
         run.stream.load_state_dict(latest)
 
     def metrics(self) -> Metrics:
-        """Return metrics of dynamic sampling in the last step: rounds, groups without spread, missing groups, lengths."""
+        """Return dynamic-sampling metrics of the last step: rounds, groups without spread, missing groups, response lengths."""
         if self._groups is None:
             return {}
         generated = self._groups.generated

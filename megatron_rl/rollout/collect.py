@@ -1,7 +1,7 @@
 """Request all prompts of a step at once, and return the trajectories in the order of the prompts.
 
-A rollout program (program.py) names a class like `Collection`, with its fields, `run`, `cancel`, `complete`, `trajectories`
-and `retries`.
+Each rollout program (program.py) names the class that it uses: `Collection`, or a class with the same fields and with `run`,
+`cancel`, `complete`, `trajectories` and `retries`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.servers.reply import Reply
 from megatron_rl.tasks import Prompt
 
 TOKENS_PER_CALL = 4096
-"""Limit of response tokens (approximate) for responses that share an HTTP call. Sharing saves both sides work per call. Long
+"""Approximate limit of the response tokens that one HTTP call requests. Shared calls save work in client and server. Long
 responses get a call each, so that a failure costs little."""
 BYTES_PER_CALL = 1 << 24
 """Limit of bytes (approximate) of routes and features that one call returns."""
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
     requests: tuple[int, ...]
     shared: list[int]
-    """Prompts of the call that the server samples several times."""
+    """Indices of the prompts in this call that the server samples several times."""
     features: EngineFeatures | None
 
 
 @dataclass
 class Collection:
-    """The trajectories of one step as they arrive, one response to each request.
+    """Requests of one step, and the responses that have arrived so far (one for each request).
 
     `run` requests only missing responses, so it can be called again after an engine died.
     """
@@ -54,20 +54,20 @@ class Collection:
     routes: EngineRoutes | None = None
     features: EngineFeatures | None = None
     features_from: int = 0
-    """First request that asks for all features; the requests before it ask for router logits alone."""
+    """Index of the first request that asks for all router features. Earlier requests ask for router logits only."""
     top_log_probs: int = 0
-    """Number of the engine's likeliest tokens to return at each token of a response."""
+    """Number of likeliest tokens, by the engine's log-probs, to return for each token of a response."""
     share: range | None = None
-    """Requests that this process sends; None: all. Requests are numbered prompt by prompt: `prompts` holds the prompts of all
-    leaders, and request r is a sample of prompt r // samples_per_prompt."""
+    """Indices of the requests that this process sends; None: all. `prompts` holds the prompts of all data-parallel leaders, and
+    request r is a sample of prompt r // samples_per_prompt."""
     seed: str | None = None
-    """Base of the seed of each request (`request_seed`), so that the draws of requests do not depend on each other."""
+    """Key from which `request_seed` derives a seed for each request, so that requests draw independently; None: no seeds."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     evaluates: bool = False
     """True if the responses are for evaluation, not for training."""
     known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
-    """Samples by request that already exist; these requests are not sent."""
+    """Samples that already exist, by index of the request; these requests are not sent."""
     on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None
     """Called with samples by request, as the samples finish."""
     retries: int = 0
@@ -117,7 +117,7 @@ class Collection:
         self._all = [r for r in self._all if self._prompt_of(r) in kept]
 
     def _calls(self, servers: int) -> list[Call]:
-        """Return HTTP calls for unanswered requests. A call goes to one server, and the servers take turns."""
+        """Return the HTTP calls for unanswered requests. Each call is for one server; calls of different servers alternate."""
         by_server: dict[int, list[int]] = defaultdict(list)
         for request in self._requests:
             if request not in self._replies:
@@ -144,11 +144,14 @@ class Collection:
         return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
-        """Request all missing responses; answers so far stay. Errors: EngineLost, UserError, CancelledError by `cancel`."""
+        """Request all missing responses. Errors: EngineLost; UserError; CancelledError after a call of `cancel`.
+
+        Responses that have already arrived are kept.
+        """
         asyncio.run(self._until_canceled(client))
 
     def cancel(self) -> None:
-        """End `run`, which runs or is about to run in another thread. Answers so far stay."""
+        """End `run`, which runs or is about to run in another thread. Responses that have already arrived are kept."""
         self._canceled = True
         if (task := self._task) is not None:
             with suppress(RuntimeError):  # its loop has ended

@@ -18,7 +18,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 class Colocation:
-    """Turns of the trainer and of the servers that rank 0 started. All processes have this object and call it together."""
+    """Gives shared GPUs either to the trainer or to rank 0's servers. All processes call the methods together."""
 
     def __init__(
         self,
@@ -28,14 +28,17 @@ class Colocation:
         shared: bool,
         clock: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """shared: whether servers and trainer share GPUs; the servers then sleep already. clock: measures a part of a step."""
+        """shared: True if servers and trainer share GPUs; the servers are then already asleep.
+
+        clock: measures the time of a part of a step.
+        """
         self._servers, self._ranks, self._clock = servers, ranks, clock
         self.shared = self.asleep = shared
-        """asleep: whether the servers have left the GPUs to the trainer."""
+        """shared: True if servers and trainer share GPUs. asleep: True while the servers leave the GPUs to the trainer."""
         self.trainer: Trainer
         """Trainer that shares the GPUs; set by the first push."""
         self._used: dict[str, float | None] = {}
-        """GB used of this process's GPU at the end of the servers' last turn."""
+        """GB in use on this process's GPU, before and after the servers released their memory in the last turn."""
 
     def attach(self, trainer: Trainer) -> None:
         """Set the trainer that takes turns with the servers."""
@@ -52,9 +55,9 @@ class Colocation:
                 self.trainer.wake()
 
     def to_servers(self, *tags: str) -> None:
-        """Let the servers take back the memory with these tags.
+        """Let the servers take back their GPU memory with these tags (`weights`, `kv_cache`).
 
-        With `weights` as the only tag, the trainer's weights stay in memory too. Otherwise the trainer sleeps completely.
+        With `weights` as the only tag, the trainer keeps its weights on the GPU. Otherwise the whole trainer leaves the GPU.
         """
         if not self.shared:
             return

@@ -35,7 +35,7 @@ def samples_of(trajectories: Iterable[Trajectory]) -> list[Sample]:
 
 
 def problem_of(sample: Sample, settings: DemonstrationsConfig) -> str:
-    """Return why a sample is left out regardless of other samples, or '' if it is not."""
+    """Return the reason to leave out a sample, without comparing it with other samples; '' if there is none."""
     length = _length(sample)
     if any(t.masked for t in sample):
         return "masked"
@@ -51,9 +51,10 @@ def problem_of(sample: Sample, settings: DemonstrationsConfig) -> str:
 
 
 def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[list[Sample], Counter[str]]:
-    """Return the samples that are kept in comparison with the others, in their order, and counts by reason of the rest.
+    """Return the best samples in their given order, and the number of samples left out for each reason.
 
-    The samples of a prompt are ranked by reward (highest first), then by length (shortest first), then by position.
+    Samples are ranked by reward (highest first), then by length (shortest first), then by position. Repeated samples
+    (`unique`) and samples beyond `per_prompt` are left out.
     """
     seen: set[tuple[Any, ...]] = set()
     kept, of_prompt, left_out = list[int](), Counter[str](), Counter[str]()
@@ -80,10 +81,11 @@ def light(sample: Sample) -> Sample:
 def row_of(
     trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocabulary: str
 ) -> dict[str, Any]:
-    """Return one line of the file. prompt: the prompt of the request; vocabulary: the tokenizer's digest.
+    """Return the row of a trajectory. prompt: the prompt of the request; vocabulary: the tokenizer's digest.
 
-    The row holds the prompt as messages or text, before tokenizer and chat template. If an agent outside the package sent
-    another prompt, the row holds that prompt's decoded tokens. The response is its text, or the messages of a conversation.
+    The row holds the prompt as messages or text, before the chat template and the tokenizer are applied. If an agent outside
+    the package sent another prompt, the row holds the decoded tokens of that prompt. The response is its text, or the messages
+    of a conversation.
     """
     t = trajectory
     asked, response = t.tokens[: t.prompt_length], t.tokens[t.prompt_length :]

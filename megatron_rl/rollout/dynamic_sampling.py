@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without reward spread are replaced by groups of further prompts.
+"""Dynamic sampling: groups without reward spread (all rewards are equal) are replaced by groups of further prompts.
 
 Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025), section 3.2, "Dynamic Sampling": if all
 responses of a group have the same reward, their advantages are 0. Such a group is replaced by a group with spread.
@@ -29,7 +29,7 @@ def prompts_to_ask(missing: int, over_sampling: float) -> int:
 
 @dataclass
 class Groups:
-    """The groups of a step, round by round. Every process has the same groups, and only its own trajectories."""
+    """Groups of a step, collected round by round. Every process stores all prompts, but only its own trajectories."""
 
     wanted: int
     """Number of groups that the step trains on."""
@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def missing(self) -> int:
-        """Number of groups with spread that are still missing."""
+        """Number of groups with reward spread (unequal rewards) that the step still needs."""
         return max(0, self.wanted - len(self._useful))
 
     @property

@@ -1,9 +1,9 @@
-"""The SGLang side as the training loop sees it: push weights, request trajectories, and restart servers that die.
+"""Interface of the training loop to the SGLang servers: push weights, request trajectories, restart dead servers.
 
 `begin` sends the requests of a step and `finish` waits for the answers, so that the servers sample while the trainer learns.
 
-If engine and trainer share GPUs (colocation.py), `push` and `ask` end with the engine awake, `sleep` and `collect` with the
-trainer awake.
+If engine and trainer share GPUs (colocation.py), the engine is awake after `push` and `ask`, and the trainer is awake after
+`sleep` and `collect`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from megatron_rl.tasks import Prompt
 from megatron_rl.trainer.trainer import Trainer
 
 KEPT_DIGESTS = 100
-"""Number of the last pushes whose digests a checkpoint stores. A resumed run uses only samples of weights with a digest."""
+"""Number of latest pushes whose weight digests a checkpoint stores. A resumed run reuses a sample only if it knows the
+digest of the sample's weights."""
 
 
 @dataclass
 class PendingRollout:
-    """Prompts that were sent and whose answers have not been awaited."""
+    """Requests that were sent to the servers, and whose responses have not been taken yet."""
 
     prompts: Sequence[Prompt]
     collection: Collection
@@ -66,11 +67,11 @@ class PendingRollout:
 
 
 class Engine:
-    """Servers (children of rank 0, or external), client (of each data-parallel leader) and weight sync (of all ranks).
+    """Rollout engine: the servers, an HTTP client on each data-parallel leader, and weight sync on all ranks.
 
-    Children start on entering, before the trainer is built, so that both load at the same time; `join` connects to them.
-    Children that share the trainer's GPUs are asleep again before the trainer is built, because SGLang sizes its cache by the
-    free memory that it finds.
+    The servers are external, or child processes of rank 0. `__enter__` starts the child servers before the trainer is built, so
+    that both load at the same time; `join` connects to the servers. Child servers that share the trainer's GPUs start and fall
+    asleep before the trainer is built, because SGLang sizes its cache by the free memory that it finds.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -92,11 +93,11 @@ class Engine:
         self._staleness: list[int] = []
         """For each response of the last step: age of its oldest weights, in steps."""
         self._left_out = LeftOut()
-        """Counts of the last step, if it leaves out some groups."""
+        """Counts of responses that the last step left out, if it did not take all groups."""
         self._reused = 0
         """Number of samples reused from an earlier process of the run."""
         self._pushed_before: dict[str, str] = {}
-        """Digests, by version, of weights that earlier processes of the run pushed before the checkpoint."""
+        """Weight digests by version, from the checkpoint: earlier processes of the run pushed these weights."""
         self._asked: list[PendingRollout] = []
         self._loaded = 0, ""
         """Step and digest of the trainer's weights, if trajectories are loaded instead of sampled."""
@@ -278,8 +279,8 @@ class Engine:
     ) -> PendingRollout:
         """Send the requests of `collect`; `finish` waits for the answers. Samples that exist already are not requested again.
 
-        round: each round of a step has its own draws. wanted: number of groups to take, in the order in which they are
-        complete; `finish` aborts the other groups (rollout.over_sample_rate).
+        round: index of the round; each round has its own request seeds. wanted: number of groups to take, in the order in which
+        they are complete; `finish` aborts the other groups (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
@@ -337,7 +338,10 @@ class Engine:
             ranks.leaders_do(lambda: save_trajectories(file, trajectories))
 
     def _look_at_versions(self, trajectories: list[Trajectory], asked: PendingRollout) -> None:
-        """Count the responses of other weights than the last push. Errors: UserError under algorithm.on_policy."""
+        """Count the responses that were sampled with other weights than those of the last push.
+
+        Errors: with algorithm.on_policy, UserError if there are any, or if a server has other weights.
+        """
         if not self.trains:
             return
         version = str(self.version)
@@ -369,9 +373,9 @@ class Engine:
         """Return `samples` responses to each of `prompts`, without rewards yet. Every process calls it with the same prompts.
 
         Each data-parallel leader gets its share of the responses, other processes get none. The group id is the index in
-        `prompts`; several leaders may share a group. seed: names the draws, in addition to config.seed; the same seed gives the
-        same draws again. program: used instead of the run's program. Child servers that die are restarted with the current
-        weights, and unanswered requests are sent again.
+        `prompts`; several leaders may share a group. seed: determines the random draws, together with config.seed; an equal
+        seed repeats the draws. program: used instead of the run's program. Child servers that die are restarted with the
+        current weights, and unanswered requests are sent again.
         """
         return self._answers(
             self._begin(
@@ -400,9 +404,9 @@ class Engine:
         some: bool = False,
         evaluates: bool = False,
     ) -> PendingRollout:
-        """step: step that waits for the answers. durable: save samples to disk as they finish. some: not all groups are taken.
+        """Send requests. step: step that waits for the responses. durable: save samples to disk as they finish.
 
-        evaluates: the responses are not used for training.
+        some: not all groups are taken. evaluates: the responses are not used for training.
         """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
@@ -436,7 +440,7 @@ class Engine:
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
     ) -> dict[str, Any]:
-        """Return fields of a collection that is saved to disk: the samples found there, and the function that saves more."""
+        """Return `Collection` fields: samples that were found on disk, and a function that saves further samples to disk."""
         config = self.config
         what = {
             "tokens": [list(p.tokens) for p in prompts],
@@ -495,7 +499,7 @@ class Engine:
         return revived
 
     def metrics(self) -> Metrics:
-        """Return counts since the start of the run, staleness of the last step, figures of the last push, and GPU memory."""
+        """Return counts since the start of the run, staleness of the last step, values of the last push, and GPU memory."""
         loads, ages = bool(self.config.rollout.load), self._staleness
         sampled: Metrics = {}
         if not loads:

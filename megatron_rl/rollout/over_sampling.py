@@ -1,8 +1,8 @@
 """Over-sampling: a step trains on its first complete groups and aborts the requests of the others.
 
 verl (over_sample_rate), SkyRL and slime do the same, and so do the runs of "Pr2: Predictive Routing Replay" (appendix E.1). A
-step requests (1 + rate) times its prompts and does not wait for the last ones. The responses that the step trains on are
-therefore shorter on average than the responses of the policy.
+step requests (1 + rate) times as many prompts as it needs, and does not wait for the last responses. The responses that the
+step trains on are therefore shorter on average than the responses of the policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FirstGroups:
     """Complete groups in the order of completion; groups that complete between two calls are in the order of their index."""
 
     def add(self, finished: Iterable[int]) -> bool:
-        """Update from all processes' answered requests; return whether enough groups are complete."""
+        """Note which groups are complete, and return `enough`. finished: answered requests of all processes."""
         answered = Counter(request // self.samples for request in finished)
         complete = {group for group, count in answered.items() if count == self.samples}
         self._complete += sorted(complete - {*self._complete})
@@ -49,7 +49,7 @@ class LeftOut:
 
     asked: int = 0
     dropped: int = 0
-    """Number of complete responses whose group was not among the first."""
+    """Number of complete responses whose group was not among the first `wanted` groups."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each aborted response at the time of the abort."""
 

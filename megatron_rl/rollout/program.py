@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """A rollout program with one response to each prompt. Other programs are subclasses; each process has one for the run."""
+    """Rollout program whose samples are single responses to a prompt. Other programs are subclasses.
+
+    Each process makes one program for the run.
+    """
 
     collection: type[Collection] = Collection
     """Class that requests the responses of a step."""
@@ -34,7 +37,7 @@ class SingleTurn:
     """Reward parts that the program adds to those of the task; their weight is 0 unless data.rewards sets another."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
-        """Every process makes a program. Errors: UserError for a wrong config."""
+        """Check the config against the task. Every process makes a program. Errors: UserError for a wrong config."""
         self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
         self._harmony = speaks_harmony(tokenizer)
         self._check_task(task)
@@ -59,7 +62,7 @@ class SingleTurn:
         return vocabulary_digest(self.tokenizer)
 
     def encode(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its tokens. Errors: UserError for a conversation with a model that answers on channels."""
+        """Return the prompt with its tokens. Errors: UserError for a conversation with a model that uses Harmony channels."""
         if prompt.messages is not None and self._harmony:
             raise UserError(
                 "config: rollout.program: the model thinks and answers on channels (Harmony), and a single response would be"
@@ -72,7 +75,7 @@ class SingleTurn:
 
     @cached_property
     def end_of_turn(self) -> list[int]:
-        """The token [1] that ends a response to a conversation, by the chat template."""
+        """List of the one token with which the chat template ends a turn of the model."""
         return end_of_turn(self.tokenizer)
 
     @cached_property
@@ -83,7 +86,7 @@ class SingleTurn:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response besides the end of sequence: with conversations, the chat template's end of turn."""
+        """Tokens that end a response, in addition to the end-of-sequence token: for conversations, the end-of-turn token."""
         return self.end_of_turn if self._converses else []
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
@@ -112,7 +115,7 @@ class SingleTurn:
             )
 
     def document(self, text: str) -> Sequence:
-        """Return a sequence that trains on a whole text: all its tokens count, and the end-of-sequence token after them.
+        """Return a sequence that trains on a whole text: the loss counts all its tokens and a final end-of-sequence token.
 
         The beginning-of-sequence token comes first. If the tokenizer has none, nothing predicts the first token of the text.
         """
@@ -125,7 +128,7 @@ class SingleTurn:
         return found
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
-        """Return the judged responses of the task. prompt: encoded. Errors: UserError if the task has none."""
+        """Return the task's compared responses to a prompt. prompt: encoded. Errors: UserError if the task has none."""
         preference = self.task.comparison(prompt, rng)
         if not isinstance(preference, Preference):
             raise UserError(f"data.task: {self.task.name}.comparison gives {preference!r:.60}, no Preference")
@@ -137,7 +140,7 @@ class SingleTurn:
         )
 
     def sequence(self, prompt: Prompt, response: Response) -> Sequence:
-        """Return the sequence of a response as if the model had written it, with the end token of a turn or of a text.
+        """Return prompt and response as one sequence, as if the model had written the response and its end token.
 
         prompt: encoded. Errors: UserError for a response that the model could not give.
         """

@@ -20,7 +20,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 
 class Pusher:
-    """Pushes the weights of one trainer to servers that keep or lose them in sleep. All processes call it together."""
+    """Pushes one trainer's weights to the servers. All processes call the methods together."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Pusher:
         keeps_weights: bool,
         run: str,
     ) -> None:
-        """dtype: of the engine's weights; digests: compute a digest of each push; keeps_weights: a sleeping server keeps them.
+        """dtype: data type of the engine's weights. digests: compute a digest of the weights of each push.
 
-        run: id of the run, the prefix of its versions on the servers.
+        keeps_weights: True if a sleeping server keeps its weights. run: id of the run, a prefix of versions on the servers.
         """
         self._sync, self._turns, self._recovery, self._ranks = sync, turns, recovery, ranks
         self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
@@ -47,7 +47,7 @@ class Pusher:
         self.version = 0
         """Step of the weights that the servers have."""
         self.digests: dict[str, str] = {}
-        """Digests of all versions that this process pushed; '' if no digests are taken, or while the push is under way."""
+        """Weight digest of each version that this process pushed; '' if none is computed, or until the push ends."""
         self.latest: str | None = None
         """Version of the last push, which the servers have or are receiving."""
         self.sent = SyncStats(bytes=0, seconds=0.0, buckets=0, tensors=0)
@@ -90,7 +90,7 @@ class Pusher:
                     raise
 
     def wake(self) -> None:
-        """Give the servers their turn, with the weights that they kept. If weights were lost, push the trainer's weights."""
+        """Give shared GPUs to the servers. If the servers did not keep their weights, push the trainer's weights."""
         if not self._turns.asleep:
             return
         if self._recovery.revive() or not self._keeps_weights:
@@ -99,7 +99,7 @@ class Pusher:
         self.verify(lambda: self._turns.to_servers("kv_cache", "weights"))
 
     def verify(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Check that all servers, once awake, have the weights of the last push. If a child has died, push again.
+        """Call `wake`, and check that all servers have the weights of the last push. If a child server has died, push again.
 
         Errors: UserError that names the servers.
         """
@@ -118,7 +118,7 @@ class Pusher:
 
 
 def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
-    """Return a line for each trajectory with tokens not known to come from weights `version`: its prompt and its versions."""
+    """Return a line for each trajectory with tokens from other or unknown weights than `version`: its prompt and versions."""
     lines = []
     for t in trajectories:
         spans = [span for span in t.weight_spans if span.version != version]
@@ -131,6 +131,6 @@ def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int) -> list[int]:
-    """Return for each trajectory the steps between its oldest weights and the weights of `step`, which train on it."""
+    """Return the staleness of each trajectory: `step` (which trains on it) minus the step of its oldest weights."""
     versions = [[int(span.version) for span in t.weight_spans if span.version.isdecimal()] for t in trajectories]
     return [step - min(found, default=step) for found in versions]

@@ -1,4 +1,4 @@
-"""Recovery from lost servers: restart or leave out dead servers, take in new ones, and repeat unanswered requests."""
+"""Recovery from lost servers: restart or drop dead servers, add new servers, and repeat unanswered requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_rl.servers.local import LocalServers
 RESTARTS = 3
 """Number of times that dead servers are restarted for one batch of requests, or for one push."""
 CANCEL_S = 5.0
-"""Longest wait, in seconds, for requests that are given up."""
+"""Longest wait, in seconds, for the end of requests that were canceled or aborted."""
 CANCELLED = (asyncio.CancelledError, futures.CancelledError)
 """Errors of canceled work: of a coroutine, and of a thread that waits for a coroutine."""
 
 
 class Recovery:
-    """Changes among the servers. All processes have this object and call it together."""
+    """Replaces lost servers, and tells all processes the new addresses. All processes call the method together."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Recovery:
         self._servers, self._ranks, self._make_room, self._moved = servers, ranks, make_room, moved
         self.external = external
         self.restarts = 0
-        """Number of servers that were restarted (external: that came or went) since the start of the run."""
+        """Number of restarted servers since the start of the run; with external servers, number that appeared or left."""
 
     def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
-        """Restart dead children; leave out external servers that are gone, and take in new ones.
+        """Restart dead child servers, or update the list of external servers. Return True if the servers need the weights.
 
-        patience_s: longest wait for a change, in seconds. trouble: a request or push failed. Children that hang then count as
-        dead, and external servers are connected again even if no change is seen, as a server may have been away for a moment.
-        Return whether the servers need the weights, because servers have changed.
+        patience_s: longest wait for a change, in seconds. trouble: a request or push failed. Child servers that hang then count
+        as dead. External servers are then connected again even without a visible change, because a server may have been away
+        for a moment.
         """
 
         def changed() -> tuple[int, list[str]]:
@@ -77,16 +77,16 @@ def generate(
     stop: Callable[[], bool] = lambda: False,
     first: FirstGroups | None = None,
 ) -> None:
-    """Complete every process's collection, or only the groups that are taken.
+    """Complete the collections of all processes, or only the groups that `first` chooses.
 
-    revive: brings servers back with the current weights, on all processes; returns whether any server was brought back.
-    begun: the pending answers, if the collection was already started. step: step that waits for the answers. stop: returns
-    whether to end the collection. first: groups that are taken, if not all are.
+    revive: brings servers back with the current weights, on all processes; returns True if it brought back any server.
+    begun: future of the collection, if it was already started. step: step that waits for the responses. stop: returns True to
+    end the collection. first: chooses the groups to take; None: all groups.
     Errors: UserError, the same on every process, if a restart cannot help or did not help; StopRequested.
     """
 
     def enough() -> bool:
-        """Return whether the answers of all processes are enough. Collective."""
+        """Return True if the answered requests of all processes complete enough groups. Collective over all ranks."""
         return first is not None and first.add(
             r for mine in ranks.gather_from_leaders(collection.finished) for r in mine
         )

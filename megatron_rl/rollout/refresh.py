@@ -1,6 +1,6 @@
 """Schedule of weight pushes to the engine: after every step, or when the policy has drifted from the engine's weights.
 
-VP2O's on-policy behavior budget (arXiv:2606.08032, Section 3.3, Eq. 11), for any algorithm.
+The rule is VP2O's on-policy behavior budget (arXiv:2606.08032, Section 3.3, Eq. 11). It works with any algorithm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Drift:
     """Distance of the current policy from the policy that sampled."""
 
     kl: float
-    """Mean KL(engine || policy), nats per token: k3 over the sampled tokens, which the engine drew."""
+    """Mean KL(engine || policy) in nats per token: the k3 estimate over the tokens that the engine sampled."""
     ess: float
     """Effective sample size of (policy / engine)^alpha, as a share of the tokens."""
 
@@ -31,8 +31,9 @@ class Drift:
 def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return sums [5] in fp64 over tokens, from log r = log policy - log engine.
 
-    The sums are: number of tokens, number of tokens that the policy has not pruned, k3 of the unpruned tokens, r^alpha and
-    r^(2 alpha). A pruned token has ratio 0 and an infinite KL, however recent the weights are.
+    The sums are: number of tokens, number of unpruned tokens, k3 of the unpruned tokens, r^alpha and r^(2 alpha). The policy
+    prunes a token that its own min-p cutoff excludes (pruning.rho). A pruned token has ratio 0 and an infinite KL, however
+    recent the weights are.
     """
     log_ratios = log_ratios.double()
     possible = log_ratios != -torch.inf
@@ -66,10 +67,10 @@ def drift_sample(samples: list[Sequence], config: RefreshConfig) -> list[Sequenc
 
 
 def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:
-    """Measure the drift after a step over some of the step's sequences; return None if `when: always` needs no drift.
+    """Measure the drift after a step on some of the step's sequences; return None if `when: always` needs no drift.
 
-    samples: of this data-parallel rank. Cost: one forward pass over `drift_sample` of them. Every process calls it and gets the
-    same answer.
+    samples: sequences of this data-parallel rank. Cost: one forward pass over the sequences that `drift_sample` chooses. Every
+    process calls this function and gets the same result.
     """
     if config.when == "always":
         return None

@@ -36,7 +36,7 @@ class RunContext(Protocol):
     logger: RunLogger
 
     def begin_step(self) -> None:
-        """Allow the step to be given up from here on, until the state of the run changes (all ranks)."""
+        """Mark the start of a step, which can be abandoned until it changes the state of the run (all ranks)."""
         ...
 
     def asked_to_stop(self) -> bool:
@@ -52,5 +52,5 @@ class RunContext(Protocol):
         ...
 
     def current_clock(self, part: str) -> AbstractContextManager[Any]:
-        """Measure the time of a part of the step."""
+        """Return a context manager that measures the time of the named part of the step."""
         ...

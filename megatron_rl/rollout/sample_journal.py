@@ -4,8 +4,8 @@ The run's folder `pending/` has one file per step and data-parallel rank. The re
 length and checksum. If the last record was cut off, the records before it are still valid. The file name holds a digest of the
 requests, so that a run with other prompts, seeds or settings does not read the file.
 
-A sample is used again if the digest of its weights (`WeightsDigest`) shows that this run pushed them. This process must have
-pushed them, or the checkpoint that the run resumed from must hold their digest.
+A sample is reused if the digest of its weights (`WeightsDigest`) shows that this run pushed these weights. Either this process
+pushed them, or the checkpoint from which the run resumed holds their digest.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ PENDING = "pending"
 _HEAD = struct.Struct("<QI")
 """Length and CRC-32 of the record that follows."""
 Samples = dict[int, list[Trajectory]]
-"""Sequences by request number."""
+"""Sequences of each sample, by index of the request."""
 
 
 def key_of(asked: Mapping[str, Any]) -> str:
-    """Return a name for a set of requests. Each value must have a repr that describes the value completely."""
+    """Return a short digest of all settings of a set of requests. The repr of each value must describe it completely."""
     return hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:16]
 
 
 class SampleJournal:
-    """Samples of a step that one process has."""
+    """Files of one step's samples. A process reads the files of all ranks and writes its own file."""
 
     def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
         self._folder, self._step, self._stem = folder, step, f"step_{step:06d}.{key}.rank"
@@ -107,7 +107,7 @@ class SampleJournal:
         return keep
 
     def mend(self) -> None:
-        """Cut off an incomplete record at the end of this process's file, because no record behind it would be found."""
+        """Cut off an incomplete record at the end of this process's file, because no record after it would be found."""
         if self._own.exists():
             whole = sum(_HEAD.size + size for size, _ in _bodies(self._own))
             if whole < self._own.stat().st_size:
@@ -116,7 +116,7 @@ class SampleJournal:
 
 
 def delete_journal(folder: Path, before: int) -> None:
-    """Delete the files of steps before `before`, which are in a checkpoint."""
+    """Delete the files of steps before step `before`, because a checkpoint includes these steps."""
     for file in folder.glob("step_*.rank*"):
         if int(file.name[len("step_") :].partition(".")[0]) < before:
             file.unlink(missing_ok=True)

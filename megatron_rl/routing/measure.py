@@ -1,4 +1,4 @@
-"""Metrics of the distance between the routers' own choice, the replayed or recorded routes, and the engine's routes."""
+"""Metrics that compare the routers' own choices with replayed or recorded routes and with the engine's routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from megatron_rl.routing.table import RouteTable, deviation_counts, kl_divergenc
 
 
 class Foreseen(dict[int, Tensor]):
-    """Layer -> [T, k] ids that the engine would choose from the logits of a pass, if they differ from the pass's own choice."""
+    """Layer -> [T, k] expert ids that the engine would choose from the logits of a pass.
+
+    These ids can differ from the trainer's choice, because only one of the two adds a predictor's bias to the logits.
+    """
 
 
 class Unpredicted(dict[int, Tensor]):
@@ -24,11 +27,14 @@ class Unpredicted(dict[int, Tensor]):
 
 
 class EngineDeviations(dict[int, Tensor]):
-    """Layer -> [k + 1] counts of deviations between the engine's routes and the trainer's choice under the old weights."""
+    """Layer -> [k + 1] numbers of tokens with 0, 1, ..., k different experts between engine and trainer.
+
+    The trainer chooses with the old weights.
+    """
 
 
 def share_of_experts(counts: list[float]) -> float | None:
-    """Return the share of equal experts, from counts [k + 1] of the tokens with 0, 1, ..., k different experts."""
+    """Return the share of experts that agree. counts: [k + 1] numbers of tokens with 0, 1, ..., k different experts."""
     tokens = sum(counts)
     return 1 - sum(slot * count for slot, count in enumerate(counts)) / ((len(counts) - 1) * tokens) if tokens else None
 
@@ -67,7 +73,7 @@ class RouteAgreement(RouteObserver):
         self.deviations: dict[int, Tensor] = {}
         """Layer -> [k + 1] counts of tokens with 0, 1, ..., k different experts."""
         self.unpredicted: dict[int, Tensor] = {}
-        """The same counts for the routes that would have been recorded without prediction."""
+        """Like `deviations`, for the routes that would have been recorded without prediction."""
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Count in how many slots the replayed experts differ from the current choice."""
@@ -91,7 +97,7 @@ class RouteAgreement(RouteObserver):
 
 
 class RouteDistance(RouteObserver):
-    """Measures the distance between the routers' current distributions and those at recording time, on cached tokens."""
+    """Measures how far the routers' distributions over experts have moved since recording, on the cached tokens."""
 
     def __init__(self, table: RouteTable, update: int) -> None:
         self.table, self.update = table, update

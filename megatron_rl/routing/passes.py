@@ -1,7 +1,8 @@
-"""One pass of a micro-batch through the routers: a list of observers that each router calls in turn.
+"""Hooks into the routers for one pass (forward and backward) of a micro-batch: observers that each router calls in turn.
 
-The pass travels through the model together with the packed batch. Micro-batches in flight, pipeline stages and recomputation
-therefore always use their own pass. Each router holds a `RouteSelector`, which knows the pass only during its layer's forward.
+A `RoutePass` holds the observers and travels through the model together with the packed batch. Micro-batches in flight,
+pipeline stages and recomputation therefore always use their own `RoutePass`. Each router holds a `RouteSelector`, which knows
+the `RoutePass` only during the forward of its layer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Router(Protocol):
 
 
 class RouteObserver:
-    """Hooks of a feature into the routers during one pass; the base class does nothing.
+    """Base class of objects that read or change what the routers do in one pass; its methods change nothing.
 
     Each layer calls the methods in this order. Recomputation runs a layer again, so observers store their measurements by
     layer and measure each layer once.
@@ -46,28 +47,31 @@ class RouteObserver:
     """True if `see_outputs` must be called with the outputs of the experts."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """See the router input [T, d] (detached) and the logits [T, E], and return the logits for the choice."""
+        """Read the router input [T, d] (detached) and the logits [T, E]; return the logits by which experts are chosen."""
         return logits
 
     def replay(self, layer: int) -> Tensor | None:
-        """Return ids [T, k] that replace the router's choice; sentinels, or None for all tokens, keep the router's choice."""
+        """Return expert ids [T, k] that replace the router's choice.
+
+        Tokens with sentinels (`NO_ROUTE`) keep the router's choice; None keeps it for all tokens.
+        """
         return None
 
     def gates(self, layer: int) -> Tensor | None:
         """Return fp32 weights [T, k] of the experts that `replay` returned, before the model's scaling factor.
 
-        A token with 0 in all slots keeps the router's own weights. None keeps them for all tokens.
+        A token with 0 in all slots keeps the router's own weights; None keeps the own weights of all tokens.
         """
         return None
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """See the experts that the router itself chose and the experts that tokens are sent to, both [T, k] int64 ids."""
+        """Read the router's own choice and the experts that get the tokens (`chosen`), both [T, k] int64 ids."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """See the outputs of the experts [T k, D] (times router weights [T, k]) and return the outputs to continue with.
+        """Read the experts' outputs [T k, D], already multiplied by router weights [T, k]; return the outputs to use.
 
-        rows: [T, k], the rows of each token in `outputs`. Called in passes without gradients, and in an update when gradients
-        are computed.
+        rows: [T, k], the rows of each token in `outputs`. The method is called in passes without gradients, and in an update
+        when gradients are computed.
         """
         return outputs
 
@@ -77,10 +81,10 @@ class RouteObserver:
 
 
 class RoutePass:
-    """One forward (and backward) pass of one micro-batch through the routers."""
+    """Observers of one forward (and backward) pass of one micro-batch through the routers."""
 
     def __init__(self, observers: Sequence[RouteObserver]) -> None:
-        """observers: if several of them replay, the first that has routes of a layer decides."""
+        """observers: if several of them replay routes of a layer, the first one decides."""
         self.observers = observers
         self.reads_outputs = any(observer.reads_outputs for observer in observers)
 
@@ -125,10 +129,10 @@ class RouteSelector:
         """Number of the layer in the model, from 1; Megatron's router sets it."""
         self.route_pass: RoutePass | None = None
         self.own: Tensor | None = None
-        """[T, k] ids of the router's own choice, if Megatron's top-k must not compute it."""
+        """[T, k] ids of the router's own choice; None: Megatron's top-k computes them."""
         self._asked = False
         self._chosen: Tensor | None = None
-        """[T, k] ids chosen in the current pass; None until the router has asked."""
+        """[T, k] ids chosen in the current pass; None until the router calls `get_replay_topk`."""
 
     @property
     def layer(self) -> int:
@@ -138,7 +142,7 @@ class RouteSelector:
 
     @contextmanager
     def during(self, route_pass: RoutePass | None) -> Iterator[None]:
-        """Use `route_pass` inside the block. Errors: RuntimeError if the router chose experts without asking."""
+        """Use `route_pass` inside the block. Errors: RuntimeError if the router did not call `get_replay_topk`."""
         self.route_pass, self._asked = route_pass, False
         try:
             yield
@@ -158,7 +162,7 @@ class RouteSelector:
         group_topk: int | None,
         own: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores [T, k] and ids [T, k] of the experts of this pass. `own` finds the router's choice in scores [T, E]."""
+        """Return scores [T, k] and ids [T, k] of the experts to use. own: computes the router's choice from scores [T, E]."""
         if self.route_pass is None and self.own is None:
             return own(scores, topk, num_groups, group_topk)
         self._asked = True
@@ -182,11 +186,11 @@ class RouteSelector:
 def of_layers(
     name: str, layers: Mapping[int, Metric], update: int, *, each: bool = False, later: bool = False
 ) -> Metrics:
-    """Return metrics routing/layer_LL/NAME, which also enter routing/NAME and routing/update_U/NAME.
+    """Return metrics routing/layer_LL/NAME; their values are also included in routing/NAME and routing/update_U/NAME.
 
-    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: also enter
-    routing/layer_LL/update_U/NAME. later: also enter routing/later/NAME, from the second update on (before it no router has
-    changed).
+    layers: metric by model layer, from 0. update: number of the update within the rollout batch, from 1. each: also include in
+    routing/layer_LL/update_U/NAME. later: also include in routing/later/NAME from the second update on, because no router has
+    changed before it.
     """
     found: Metrics = {}
     for layer, metric in layers.items():
@@ -223,14 +227,14 @@ class RouterLosses:
     """Router losses of one micro-batch. Padding is routed too, but left out of losses and loads."""
 
     real: Tensor
-    """[T] bool: True for the tokens of this process's routers that are not padding."""
+    """[T] bool: True for tokens that are not padding, of the T tokens that reach this process's routers."""
     weight: float
-    """Factor of a sum over tokens in the backward, relative to the sum of the objective."""
+    """Factor of a loss that is summed over tokens, in the backward, relative to the sum of the objective."""
     _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """Sum of the terms over these tokens, by name and model layer."""
+    """Sum of a loss over the tokens that are not padding, by name of the loss and model layer."""
 
     def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
-        """Return the sum of the terms [T] without padding, and store it. layer: from 0. Recomputation stores it again."""
+        """Return and store the sum of a loss's terms [T] without padding. layer: from 0. Recomputation stores it again."""
         total = (terms * self.real).sum()
         self._sums.setdefault(name, {})[layer] = total.detach()
         return total

@@ -1,4 +1,4 @@
-"""Route prediction: predictors add a bias while routes are recorded, and learn in the updates that follow."""
+"""Route prediction: predictors add a bias to router logits when routes are recorded, and learn in the next updates."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class PredictRoutes(RouteObserver):
 
 
 class PredictorGradients(RouteObserver):
-    """Sums the gradient of the predictors' loss over the cached tokens, with the current routers of this update."""
+    """Sums the gradient of the predictors' loss over the cached tokens. The targets come from this update's routers."""
 
     def __init__(
         self, table: RouteTable, loss: PredictorLoss, update: int, sums: dict[int, Tensor], horizon: float
     ) -> None:
-        """sums: layer -> [E, d], one dictionary for all micro-batches, to which gradients are added. horizon: of the bias."""
+        """sums: layer -> [E, d] sum of gradients, shared by all micro-batches. horizon: factor of the predictors' bias."""
         self.table, self.loss, self.update = table, delta_loss if loss == "delta" else predictive_loss, update
         self.sums, self.horizon = sums, horizon
         self._losses: dict[int, Tensor] = {}

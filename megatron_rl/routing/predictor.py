@@ -36,10 +36,10 @@ def predicted_bias(hidden: Tensor, weight: Tensor) -> Tensor:
 def relative_horizon(update: int, updates: int) -> float:
     """Return the factor of the bias for one update: the number of updates before it, relative to the mean number.
 
-    update: from 0, which is the number of updates that change the router before this one; updates: number of updates per
-    rollout batch, at least 2, so that the mean of `update` is (updates - 1) / 2. The paper uses the same bias for all
-    updates. The factor is relative for two reasons: a predictor learns the same drift with and without it, and the learning
-    rate has the same effect per rollout batch for any number of updates.
+    update: index from 0, equal to the number of updates that change the router before this update. updates: number of updates
+    per rollout batch, at least 2. The mean of `update` is therefore (updates - 1) / 2. The paper uses the same bias for all
+    updates. The factor is relative to the mean for two reasons: a predictor learns the same drift with and without the factor,
+    and the learning rate has the same effect per rollout batch for any number of updates.
     """
     return 2 * update / (updates - 1)
 
@@ -47,10 +47,10 @@ def relative_horizon(update: int, updates: int) -> float:
 def predictive_loss(
     current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
 ) -> Tensor:
-    """Return the mean over tokens of KL(stopgrad(rho) || rho_hat), with rho_hat from stopgrad(z_old) + bias.
+    """Return the mean over tokens of KL(stopgrad(rho) || rho_hat): Pr2, Eq. 8, for one layer.
 
-    Source: Pr2, Eq. 8, one layer. current_logits, recorded_logits, predicted_bias: `[T, E]`. Only predicted_bias gets a
-    gradient.
+    rho: distribution of current_logits. rho_hat: distribution of stopgrad(recorded_logits) + predicted_bias. All arguments are
+    `[T, E]`; only predicted_bias gets a gradient.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     return route_kl(current_logits.detach(), recorded_logits.detach() + predicted_bias, score_function).mean()
@@ -59,10 +59,10 @@ def predictive_loss(
 def delta_loss(
     current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
 ) -> Tensor:
-    """Return the mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
+    """Return the mean over tokens of |predicted_bias - stopgrad(current_logits - recorded_logits)|^2 (Pr2, Appendix G).
 
-    For softmax the difference is centered over the experts, because a common shift of all logits does not change the softmax.
-    Sigmoid scores do change, so they are not centered.
+    For softmax, the error is centered over the experts, because a common shift of all logits does not change the softmax. For
+    sigmoid, the error is not centered, because such a shift changes the scores.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     error = predicted_bias - (current_logits - recorded_logits).detach()

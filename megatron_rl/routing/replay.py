@@ -18,7 +18,7 @@ RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
 
 
 def reference_routes(table: RouteTable, source: RouteSource, layer: int) -> Tensor | None:
-    """Return the ids [T, k] that updates replay (in free routing: that metrics compare with); None if there are none."""
+    """Return the expert ids [T, k] that updates replay, or that metrics compare with in free routing; None if missing."""
     return table.engine_route(layer) if source in FROM_ENGINE else table.recorded.get(layer)
 
 
@@ -43,11 +43,11 @@ class ReplayGates(ReplayRoutes):
 
 
 def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tuple[Tensor, Tensor]:
-    """Replace replayed experts to which the router gives very little, and return routes [T, k] and the replaced slots (bool).
+    """Replace replayed experts whose router probability is very small; return routes [T, k] and bool mask of replacements.
 
     An expert is given up if its probability is below `below` times the smallest probability among the router's own choice
-    `own` [T, k]. It is replaced by the likeliest own expert that the token does not have yet, so that the token keeps k
-    different experts. log_probs: [T, E] of the router. This follows prime-rl (pull request 2703), which uses the same ratio.
+    `own` [T, k]. The likeliest own expert that the token does not have yet replaces it, so that the token keeps k different
+    experts. log_probs: [T, E] of the router. This follows prime-rl (pull request 2703), which uses the same ratio.
     """
     replayed, of_own = log_probs.gather(1, routes), log_probs.gather(1, own)
     lost = replayed < of_own.amin(1, keepdim=True) + math.log(below)
@@ -60,21 +60,24 @@ def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tup
 
 
 class ReplayLikely(RouteObserver):
-    """Replays the routes of another observer, without engine experts to which the router gives very little (`give_up`).
+    """Replays the routes of `replayed`, but replaces engine experts whose router probability is very small (`give_up`).
 
     If an expert of a token is given up in a layer, the token uses the router's own weights in this layer, because the engine's
     weights belong to another set of experts.
     """
 
     def __init__(self, replayed: ReplayRoutes, below: float, update: int) -> None:
-        """below: fraction of the smallest own probability, above 0 (see `give_up`). update: from 1, for the metric."""
+        """below: threshold, as a fraction of the smallest own probability, above 0 (see `give_up`).
+
+        update: number of the update, from 1, for the name of the metric.
+        """
         self.replayed, self.below, self.update = replayed, below, update
         self._routes: dict[int, Tensor] = {}
         """Layer -> [T, k] ids, as decided in the first forward: recomputation must not decide again."""
         self._whole: dict[int, Tensor] = {}
         """Layer -> [T] bool: True if no expert of the token was given up."""
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        """Layer -> number of experts of counted tokens that were given up, and number that the engine chose."""
+        """Layer -> number of given-up experts of the counted tokens, and number of all replayed experts of these tokens."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Decide which experts are given up."""

@@ -100,10 +100,10 @@ class Features:
     logits: Tensor
     """[C, E] fp32 router logits, without the predictor's bias."""
     bias: Tensor | None
-    """[C, E] fp32 bias of the predictor at that time."""
+    """[C, E] fp32 bias of the predictor at recording time."""
 
     def to(self, device: torch.device) -> Features:
-        """Move the features to a device."""
+        """Return a copy of the features on a device."""
         hidden, bias = (None if t is None else upload(t, device) for t in (self.hidden, self.bias))
         return Features(hidden, upload(self.logits, device), bias)
 
@@ -132,7 +132,7 @@ class RouteTable:
     features: dict[int, Features] = field(default_factory=dict)
     """Features of the cached tokens by model layer."""
     counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
-    """[M] int64: rows of the counted tokens. Stored, because computing them on a GPU would wait for the device."""
+    """[M] int64: rows of the counted tokens, stored because computing them would make the host wait for the GPU."""
     _left: dict[type, Any] = field(default_factory=dict)
     _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
     """Cache of `evenly_spaced` by budget, because every layer calls it."""
@@ -199,8 +199,8 @@ def deviation_counts(a: Tensor, b: Tensor, counted: Tensor) -> Tensor:
 def routing_log_probs(logits: Tensor, score_function: str = "softmax") -> Tensor:
     """Return the log of the router's distribution over experts: logits `[..., E]` -> `[..., E]` fp32 (fp64 for fp64).
 
-    softmax: log-softmax, whether the model takes its top-k before or after the softmax. sigmoid (DeepSeek-V3): the scores
-    divided by their sum, as the model weights its experts; the bias for the selection is not part of the distribution.
+    softmax: log-softmax over all experts, even if the model takes its top-k before the softmax. sigmoid (DeepSeek-V3): the
+    scores divided by their sum, as in the model's expert weights; the bias that selects experts is not part of it.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "sigmoid":

@@ -26,26 +26,27 @@ FIRST_PAUSE_S = 0.5
 """Pause before the first retry, in seconds; each further pause is twice as long, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
 DECODERS = 4
-"""Threads that decode replies, so that the event loop is not blocked: routes of a response are many megabytes."""
+"""Number of threads that decode replies. Routes of a response are many megabytes, which would block the event loop."""
 NO_SIGN = "gives no sign of life"
 PASSING = (408, 425, 429)
-"""Statuses of a server, or of a proxy before it, that is busy. The request is sent again, as after a 5xx."""
+"""HTTP statuses of a busy server, or of a busy proxy in front of it. The client sends the request again, as after a 5xx."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
-"""Prefixes of the id of a request that wants router features, or router logits alone (`ASKS` in the served model's export.py).
-SGLang has no request field that reaches the model."""
+"""Prefixes of a request's id: the first asks the model for router features, the second for router logits alone. The id is used
+because SGLang has no request field that reaches the model. The served model reads the prefix (`ASKS` in its export.py)."""
 
 
 def with_scheme(address: str) -> str:
-    """Return http://host:port of an address that may lack the http."""
+    """Return the address as http://host:port. `http://` is added if the address has no scheme."""
     address = address.rstrip("/")
     return address if "://" in address else f"http://{address}"
 
 
 def server_order(number: int, total: int, servers: int) -> list[int]:
-    """Return the servers to try, as indices, for request `number` of `total` over all leaders.
+    """Return the servers to try, as indices in order, for request `number` of `total`.
 
-    Neighboring requests, such as the samples of a prompt, mostly have the same first server. The numbers of requests per server
-    differ by at most one. If a server fails, its requests are spread evenly over the others.
+    total: number of requests of all leaders (a leader sends the requests of its data-parallel rank). Neighboring requests, such
+    as the samples of a prompt, mostly have the same first server. The numbers of requests per server differ by at most one. If
+    a server fails, its requests are spread evenly over the others.
     """
     first = number * servers // total
     others = [s for s in range(servers) if s != first]
@@ -54,14 +55,14 @@ def server_order(number: int, total: int, servers: int) -> list[int]:
 
 
 class EngineLost(UserError):
-    """No server answered after all retries."""
+    """Raised if no server answered after all retries."""
 
 
 class Aborted(Exception):
-    """A call was ended by `SGLangClient.abort`."""
+    """Raised by a call that `SGLangClient.abort` ended."""
 
     def __init__(self, lengths: list[int]) -> None:
-        """lengths: number of tokens that each response of the call had at the abort."""
+        """lengths: number of tokens of each response of the call at the abort."""
         super().__init__("aborted")
         self.lengths = lengths
 
@@ -69,7 +70,7 @@ class Aborted(Exception):
 class SGLangClient:
     """Client of SGLang servers: `async with SGLangClient(addresses) as client:`.
 
-    The client can be entered again, also under another event loop.
+    One client can be used in several `async with` blocks in turn, also under different event loops.
     """
 
     def __init__(
@@ -88,15 +89,15 @@ class SGLangClient:
         versions: Set[str] | None = None,
         pushed: Callable[[], str | None] = lambda: None,
     ):
-        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
+        """concurrency: largest number of responses in flight. timeout_s: timeout of one HTTP call, in seconds.
 
-        health: (interval, timeout) in seconds of the check of each server; if a server fails the check, its unanswered requests
-        go to other servers at once. adapter: name of the adapter with which servers answer; None: the model without adapter.
-        run: id of the run that owns the weights; versions in replies are then steps of the run. key: key of all servers; empty:
-        the servers need no key. vocabulary: size of the model's vocabulary; a reply with a token outside of it is refused.
-        versions: weight versions of this run, a set that grows; None: any version is accepted. A server that answers with
-        another version was restarted, and its answers are not used. pushed(): the version that was last sent to the servers, or
-        is being sent; None: unknown.
+        lost(): whether all servers are known to be dead. health: (interval, timeout) of each server's health check, in seconds;
+        if a server fails the check, its unanswered requests go to other servers at once. adapter: name of the adapter with
+        which servers answer; None: the model without adapter. run: id of the run that owns the weights; weight versions in
+        replies are then steps of the run. key: API key of all servers; empty: the servers need no key. vocabulary: size of the
+        model's vocabulary; a reply with a token outside the vocabulary is an error. versions: weight versions of this run, a
+        set that grows; None: any version is accepted. A server that answers with another version was restarted, and its answers
+        are not used. pushed(): weight version that was last sent to the servers, or is being sent; None: unknown.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
@@ -109,7 +110,7 @@ class SGLangClient:
         self._run, self._key = run, key
         self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}
-        """Fields that every request has."""
+        """Fields of the JSON body that every request has."""
         self.retried = 0
         """Number of retries since the client was made."""
 
@@ -118,9 +119,9 @@ class SGLangClient:
         self.addresses = [*addresses]
 
     def copy(self, step: int) -> SGLangClient:
-        """Return another client of the same servers, for another event loop; the limit of concurrency holds for both together.
+        """Return another client of the same servers, for another event loop. Both clients share one limit of concurrency.
 
-        step: step that waits for the answers; its requests go before requests of later steps.
+        step: training step that waits for the answers. Requests of this step are sent before requests of later steps.
         """
         another = copy.copy(self)
         another.step, another.aborted = step, False
@@ -131,11 +132,11 @@ class SGLangClient:
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         self._down: dict[str, str] = {}
-        """Servers that are tried last, with the reason."""
+        """Servers that requests try last, each with the reason."""
         self._flying: dict[str, set[asyncio.Task]] = {address: set() for address in self.addresses}
         """Calls in flight, by server."""
         self._open: dict[str, set[str]] = {address: set() for address in self.addresses}
-        """Request ids of these calls, which `abort` needs."""
+        """Ids of the requests in flight, by server. `abort` needs these ids."""
         watched = self.addresses if self.health else []
         self._watches = [asyncio.create_task(self._watch(address, *self.health)) for address in watched if self.health]
         return self
@@ -165,10 +166,10 @@ class SGLangClient:
         """Return a response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
         sampling: SGLang's sampling_params, one for all prompts or one per prompt; options: other fields of the request.
-        prefixes: prompts that other calls to the server contain too; each is computed once. routes_start: number of rows at the
-        start of each prompt's routes that are already known and not sent again. top_log_probs: number of likeliest tokens whose
-        log-probs are returned with each token of the responses. Errors: EngineLost after all retries; UserError for a problem
-        that retries cannot solve.
+        prefixes: prompts that other calls to the server have too; the server computes each of these prompts once.
+        routes_start: number of rows at the start of each prompt's routes that the caller already knows; the server leaves these
+        rows out. top_log_probs: number of likeliest tokens whose log-probs are returned with each token of the responses.
+        Errors: EngineLost after all retries; UserError for a problem that retries cannot solve.
         """
         body: dict[str, Any] = {
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
@@ -272,7 +273,7 @@ class SGLangClient:
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
 
     async def abort(self) -> None:
-        """End all calls, those in flight and later ones, with `Aborted`, after the servers have stopped their requests."""
+        """Tell the servers to stop all requests. Calls in flight and later calls then raise `Aborted`."""
         self.aborted = True
         posts = [
             self._post(f"{address}/abort_request", {"rid": request})
@@ -282,7 +283,7 @@ class SGLangClient:
         await asyncio.gather(*posts, return_exceptions=True)  # a silent server ends by its timeout
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
-        """Rename versions in the replies to those of the run (its steps).
+        """Rename the weight versions in the replies to steps of this run, and check them.
 
         Errors: NoAnswer for weights that this run has not pushed, UserError for weights of another run.
         """
@@ -314,9 +315,9 @@ class SGLangClient:
                 task.cancel()
 
     async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
-        """Make a server compute prompts that no call has sent it yet, and wait for prompts that other calls have sent.
+        """Make a server compute the prefixes that it has not computed yet, and wait until it has computed all.
 
-        SGLang's own n > 1 shares prefixes too, but computes one prompt after the other.
+        SGLang's own parameter n > 1 shares prefixes too, but SGLang then computes one prompt after the other.
         """
         new = [p for p in prefixes if (address, p) not in self._prefixes]
         if new:

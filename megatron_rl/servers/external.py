@@ -1,4 +1,4 @@
-"""Checks of external servers: compares their descriptions of themselves with the needs of the config."""
+"""Checks of external servers: compares what each server reports about itself with what the config needs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ PHASES = ("prefill", "decode")
 
 
 class WrongKey(UserError):
-    """A server needs another key."""
+    """Raised if a server needs another API key than the given one."""
 
 
 def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[str] | None:
-    """Return the servers behind SGLang's router (`sglang_router`, GET /workers); None if it is no router or does not answer.
+    """Return the servers to which SGLang's router (`sglang_router`) sends requests, from GET /workers.
 
-    Errors: UserError for a router with separate prefill and decode servers, because a push needs whole servers.
+    None: the address does not answer, or is not a router's. Errors: UserError for a router with separate prefill and decode
+    servers, because a weight push needs servers that do both.
     """
     try:
         answer = ask_now("GET", f"{with_scheme(router)}/workers", timeout_s=timeout_s, key=key)
@@ -58,14 +59,17 @@ def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[s
 def check_servers(
     addresses: Iterable[str], config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
 ) -> None:
-    """Raise UserError, one line, for the first server of rollout.addresses that cannot do what the config needs."""
+    """Raise UserError (one line) for the first of these servers that cannot do what the config needs.
+
+    addresses: servers of rollout.addresses. pushes, run: as for `problems`.
+    """
     for address in addresses:
         if found := problems_of(address, config, hf_config, pushes=pushes, run=run, key=key):
             raise UserError(f"rollout.addresses: {hide(with_scheme(address))} {found}")
 
 
 def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a server's description of itself: SGLang's /server_info and /model_info.
+    """Return what a server reports about itself: the answers of SGLang's /server_info and /model_info.
 
     Errors: UserError if the server does not answer.
     """
@@ -73,7 +77,7 @@ def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, An
 
 
 def asks_for_no_key(address: str) -> bool:
-    """Return whether a server describes itself to clients without a key."""
+    """Return whether a server answers clients without an API key (GET /model_info)."""
     try:
         return bool(_get(address, "model_info"))
     except UserError:
@@ -81,7 +85,7 @@ def asks_for_no_key(address: str) -> bool:
 
 
 def release(addresses: Iterable[str], run: str, key: str = "") -> None:
-    """Let another run push to the servers that have weights of this run; servers that do not answer are skipped."""
+    """Mark the servers that have weights of run `run` as free for other runs' pushes. Skip servers that do not answer."""
     for address in addresses:
         with contextlib.suppress(UserError):
             if owner_of(_get(address, "model_info", key).get("weight_version")) == run:
@@ -93,7 +97,9 @@ def release(addresses: Iterable[str], run: str, key: str = "") -> None:
 def problems_of(
     address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
 ) -> str:
-    """Return what the config needs and a server cannot do, as predicates with the remedy; '' if there is no problem.
+    """Return one text with all problems of a server and the remedy; '' if there is no problem.
+
+    The caller puts the server's address before the text. pushes, run: as for `problems`.
 
     Errors: UserError if the server does not answer.
     """
@@ -111,11 +117,11 @@ def problems(
     pushes: bool,
     run: str = "",
 ) -> list[str]:
-    """Return the problems of a server, as predicates of a sentence, each with the flag that causes it.
+    """Return what the config needs and a server cannot do: a predicate ("runs without --enable-lora, ...") for each problem.
 
-    info, model: answers of SGLang's /server_info (resolved arguments) and /model_info. pushes: whether weights are pushed to
-    the server; otherwise the server answers with the weights that it has. run: id of this run, whose weights the server may
-    have.
+    info, model: answers of SGLang's /server_info (resolved arguments) and /model_info. pushes: whether this run
+    pushes weights to the server; otherwise the server answers with the weights of its model folder. run: id of this run. A
+    server with weights of another run is a problem.
     """
     try:
         return _problems(info, model, config, hf_config, pushes=pushes, run=run)

@@ -1,6 +1,6 @@
-"""Flags that SGLang needs on a GPU, if its own choice would be a kernel that does not support routes, pushes or fp32.
+"""Flags that a server needs on a GPU if SGLang would otherwise choose a kernel that does not support routes, pushes or fp32.
 
-They are for SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/servers/test_choices.py resolves these flags independently.
+The flags are for SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/servers/test_choices.py resolves these flags independently.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 TAKES_FP32 = ("triton", "torch_native", "flex_attention")
 """Attention backends that compute in fp32; SGLang's choices for large GPUs (fa3, trtllm_mha, trtllm_mla, flashinfer) do not."""
 AS_PUSHED = ("triton", "auto")
-"""MoE runners that keep the experts in the layout of a push and take their top-k from SGLang, which captures routes there.
-`auto`, after resolution, is Triton's runner. By default gpt-oss gets triton_kernel, whose own top-k captures nothing. Blackwell
-gets flashinfer_trtllm, which routes inside its kernel (the capture buffer keeps old rows) and changes the experts' layout."""
+"""Values of --moe-runner-backend that keep the experts in the layout of a push and use SGLang's top-k, which captures routes.
+If SGLang still reports `auto` after its choice, this is Triton's runner. SGLang chooses triton_kernel for gpt-oss, whose own
+top-k captures nothing. On Blackwell it chooses flashinfer_trtllm, which routes inside its kernel, so that the capture buffer
+keeps old rows. flashinfer_trtllm also changes the layout of the experts."""
 FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment of an fp32 server. Without it, Triton multiplies fp32 in TF32, with the range of fp32 but a 10-bit mantissa."""
+"""Environment variable of an fp32 server. Without it, Triton uses TF32: the range of fp32 with a 10-bit mantissa."""
 _OWN_KEYS = {
     **dict.fromkeys(("--api-key", "--admin-api-key", "--config"), "rollout.api_key"),
     **dict.fromkeys(("--model-path", "--model"), "model.path"),
@@ -35,29 +36,30 @@ _OWN_KEYS = {
     "--base-gpu-id": "rollout.server.count, or rollout.colocate",
     "--enable-memory-saver": "rollout.colocate",
 }
-"""Flags with a config key of their own, which other parts of a run read."""
+"""Config key for each flag that extra_args must not set, because other parts of the run read the config key."""
 
 
 @dataclass(frozen=True)
 class ServerFlag:
-    """One flag of the server, with the reason for it."""
+    """Command-line flag of the server, with its value and the reason for it."""
 
     flag: str
     value: str
     reason: str
     valid: tuple[str, ...]
-    """Values that are accepted instead."""
+    """Values that the user may give for this flag."""
 
 
 def server_flags(
     model: Mapping[str, Any], dtype: str, machine: Machine, *, routes: bool, seeded_sets: bool = False
 ) -> list[ServerFlag]:
-    """Return the kernel flags that a server on this machine needs; [] without a GPU, where the platform folder chooses.
+    """Return the flags by which a server on this machine gets the right kernels.
 
+    The list is empty on a machine without GPU, where the package sglang_on_cpu chooses the kernels.
     model: content of config.json ({}: a model without experts); dtype: value of precision.rollout; routes: whether requests ask
     for routes or router features; seeded_sets: whether requests with a seed are sampled under top-p or top-k. For attention in
-    bf16 SGLang chooses: all its choices for our families (fa3, trtllm_mha, trtllm_mla, flashinfer, triton) support their
-    windows and sinks.
+    bf16, SGLang chooses the kernel. All its choices for our model families (fa3, trtllm_mha, trtllm_mla, flashinfer, triton)
+    support the sliding windows and attention sinks of these families.
     """
     if machine.gpu is None:
         return []
@@ -77,7 +79,7 @@ def server_flags(
 
 
 def asks_routes(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
-    """Return whether replies contain the experts of every token."""
+    """Return whether replies contain the routes (indices of the chosen experts) of every token."""
     return rollout.routes or routing.source in FROM_ENGINE
 
 
@@ -90,7 +92,11 @@ def has_experts(model: Mapping[str, Any]) -> bool:
 
 
 def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) -> None:
-    """Raise UserError for a flag with its own config key, a kernel that the run cannot use, or a flag that runs model code."""
+    """Raise UserError for a flag of rollout.server.extra_args that the run does not allow.
+
+    Not allowed are flags with their own config key, kernels that `chosen` excludes, and --trust-remote-code, which runs code
+    from the model's folder.
+    """
     given = dict(_pairs(extra_args))
     if trusts := [
         flag for flag in given if len(flag) > 3 and "--trust-remote-code".startswith(flag)
@@ -115,7 +121,7 @@ def check_extra_args(extra_args: Sequence[str], chosen: Sequence[ServerFlag]) ->
 
 
 def speculates(extra_args: Sequence[str]) -> bool:
-    """Return whether the flags ask for speculative decoding."""
+    """Return whether the flags turn on speculative decoding."""
     return any(flag.startswith("--speculative") for flag, _ in _pairs(extra_args))
 
 

@@ -1,4 +1,4 @@
-"""External servers, which may come and go: from rollout.addresses, from routers there, and from rollout.address_folder."""
+"""External servers, which may come and go. Their addresses come from rollout.addresses, routers and rollout.address_folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from megatron_rl.servers.external import (
 PAUSE_S = 0.5
 """Pause between two checks for awaited servers, in seconds."""
 NEW_S = 2.0
-"""Longest wait, in seconds, for a sign of life of a server that is not a member. The next push checks a late server again."""
+"""Longest wait, in seconds, for an answer of a server that is not a member. The next push checks a late server again."""
 SETTLE_S = 5.0
-"""Seconds to wait for further servers after all were lost and one came back, because they often come back together."""
+"""If all servers were lost and one came back: seconds to wait for more, because servers often come back together."""
 
 
 class Fleet:
-    """The external servers of a run, on rank 0. It has the methods of `LocalServers` that `Recovery` and `Engine` call.
+    """External servers of a run, used on rank 0. The class has the methods of `LocalServers` that `Recovery` and `Engine` call.
 
-    Members receive the weights at every push, and the client sends them requests. Members change only in `renew`, and a push
-    follows: a new or restarted server therefore has the weights before its first request.
+    The servers in use are called members. They receive the weights at every push, and the client sends requests to them. Only
+    `renew` changes the members after the start, and a push follows. A new or restarted server therefore has the weights before
+    its first request.
     """
 
     sleeps = False
@@ -45,26 +46,29 @@ class Fleet:
     def __init__(
         self, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str, say: Callable[[str], None]
     ) -> None:
-        """pushes: whether weights are pushed; otherwise servers answer with theirs. run: its id. say: reports changes."""
+        """pushes: whether the run pushes weights; otherwise servers keep the weights of their model folders.
+
+        run: id of the run. say: function that prints a message, for example when a server joins or is lost.
+        """
         self.config, self.hf_config, self.pushes, self._say = config, hf_config, pushes, say
         self.run = run
         self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
         self.key = key_of(config.rollout.api_key, "rollout.api_key")
         self._own_key = self.folder is not None and not self.key
-        """True if the key is the folder's, so that its servers belong to this user."""
+        """True if the API key comes from rollout.address_folder. Only address files of this user or root are then used."""
         if self.folder is not None and not self.key:
             self.key = key_of_folder(self.folder)
         self._strange: set[Path] = set()
-        """Address files that belong to other users."""
+        """Address files that belong to other users, and are not used."""
         self.addresses: list[str] = []
         """Addresses of the members."""
         self._behind: dict[str, list[str]] = {}
-        """Servers behind each entry of rollout.addresses: the router's latest list, or the address itself."""
+        """Servers of each entry of rollout.addresses: the latest list of a router, or the address itself for a server."""
         self._routers: set[str] = set()
         self._refused: dict[str, str] = {}
-        """Servers that cannot do what the config needs, with the reason."""
+        """Servers that cannot do what the config needs, each with the reason."""
         self._sizes: dict[str, int] = {}
-        """Number of GPUs of each suitable server."""
+        """Tensor-parallel size of each suitable server, by address."""
 
     def close(self) -> None:
         """Release the servers for another run; they are not stopped, because other programs own them."""
@@ -72,18 +76,18 @@ class Fleet:
             release(self.addresses, self.run, self.key)
 
     def lost(self) -> bool:
-        """Return False: without a request, the loss of an external server is not known."""
+        """Return False: only a failed request shows that an external server is lost."""
         return False
 
     def known(self) -> list[str]:
-        """Return all listed addresses, members or not."""
+        """Return the addresses of all servers in rollout.addresses, behind routers and in the folder, members or not."""
         found = self._listed()
         if self.folder is not None:
             found += [address for file in sorted(self.folder.glob("*.address")) if (address := self._address_in(file))]
         return [*dict.fromkeys(found)]
 
     def _address_in(self, file: Path) -> str:
-        """Return the address in a file; '' if there is none, or if the file cannot be trusted."""
+        """Return the address in an address file; '' if it holds no valid address or belongs to another user."""
         try:
             if not file.is_file():
                 return ""
@@ -101,7 +105,7 @@ class Fleet:
         return with_scheme(text) if text and text.isprintable() and " " not in text else ""
 
     def _listed(self) -> list[str]:
-        """Return the servers of rollout.addresses and behind routers there. If a router is gone, its servers stay listed."""
+        """Return the servers of rollout.addresses; a router stands for its servers, which stay listed if the router is gone."""
         for address in self.config.rollout.addresses:
             if address in self._behind and address not in self._routers:  # a server, never a router
                 continue
@@ -114,10 +118,10 @@ class Fleet:
         return [server for address in self.config.rollout.addresses for server in self._behind[address]]
 
     def wait_ready(self) -> None:
-        """Wait for the first members: all of rollout.addresses, and rollout.server.count (default 1) from the folder.
+        """Wait for the first members: all of rollout.addresses, and rollout.server.count (default 1) of the address folder.
 
-        Errors: UserError for a server of rollout.addresses that does not answer or cannot do what the config needs, and if no
-        server appears in the folder in time.
+        Errors: UserError if a server of rollout.addresses does not answer or cannot do what the config needs, or if no server
+        appears in the folder in time.
         """
         listed = self._listed()
         check_servers(listed, self.config, self.hf_config, pushes=self.pushes, run=self.run, key=self.key)
@@ -179,7 +183,7 @@ class Fleet:
                 self._say(f"rollout: {address} has joined, and gets the weights before its first request")
 
     def _answering(self) -> list[str]:
-        """Return known servers that are ready or wait for a push, and that are suitable. A new server is checked once."""
+        """Return the known, suitable servers that are ready or wait for a push. A new server is checked once."""
         known = self.known()
         with ThreadPoolExecutor(max(1, len(known))) as threads:
             ready = [*threads.map(self._ready, known)]
@@ -199,9 +203,9 @@ class Fleet:
         return found
 
     def _look_at(self, address: str) -> None:
-        """Check that a server can do what the config needs, and has as many GPUs as the others.
+        """Check that a server can do what the config needs and has the tensor-parallel size of the members. Store the result.
 
-        Errors: UserError if the server is gone.
+        Errors: UserError if the server does not answer.
         """
         found, size = [], 1
         try:

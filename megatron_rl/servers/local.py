@@ -1,4 +1,4 @@
-"""The SGLang servers that the trainer starts on its own machine: their GPUs, and the operations on all of them."""
+"""SGLang servers that the trainer starts on its own machine: which GPUs they get, and operations on all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
-    """Return the GPUs of each child server, as indices of this machine's visible GPUs; empty ranges without a GPU.
+    """Return the GPUs of each server, as indices of this machine's visible GPUs; empty ranges on a machine without GPU.
 
     trainers: number of trainer processes on this machine, which have GPUs 0 to trainers - 1; 0 if nothing is trained. Colocated
     servers share these GPUs; other servers get the GPUs after them. Errors: UserError with numbers if there are too few GPUs.
@@ -54,7 +54,7 @@ def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
 
 
 def place_here(rollout: RolloutConfig, *, trains: bool) -> list[range]:
-    """Call `place` with the values of this process's environment (torchrun's) and machine."""
+    """Call `place` with the number of trainer processes from torchrun's environment variables, and this machine's GPUs."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world > local:
@@ -67,22 +67,22 @@ def place_here(rollout: RolloutConfig, *, trains: bool) -> list[range]:
 
 
 def visible_names(indices: Sequence[int]) -> list[str]:
-    """Return CUDA's names of these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another process."""
+    """Return the names by which another process's CUDA_VISIBLE_DEVICES selects these GPUs of this process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [names.split(",")[i].strip() if names else str(i) for i in indices]
 
 
 class LocalServers:
-    """All servers that are children of this process, each with its own port and log; there may be none.
+    """The servers that this process starts, each with its own port and log; there may be none.
 
-    `servers` are in the order of their GPUs. An operation on several servers runs on all of them at the same time.
+    `servers` is in the order of their GPUs. An operation on several servers runs on all of them at the same time.
     """
 
     def __init__(self, config: Config, places: Sequence[range], *, sleeps: bool) -> None:
         """sleeps: the servers share their GPUs with the trainer, and release them on request."""
         self.sleeps = sleeps
         self.key = secrets.token_hex(32)
-        """Key that these servers share, and no others."""
+        """API key of these servers, and of no others."""
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(
@@ -105,7 +105,10 @@ class LocalServers:
         return [server.address for server in self.servers]
 
     def start(self) -> None:
-        """Start all servers, without waiting; but servers that share GPUs are awaited and put to sleep before trainer start."""
+        """Start all servers without waiting.
+
+        If the servers share GPUs with the trainer, wait until they are ready and put them to sleep before the trainer starts.
+        """
         for server in self.servers:
             server.start()
         if self.sleeps:
@@ -117,7 +120,7 @@ class LocalServers:
         self._each(RolloutServer.wait_ready)
 
     def lost(self) -> bool:
-        """Return whether there are servers, and none is alive."""
+        """Return True if there are servers and all of them have ended."""
         return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:
@@ -140,7 +143,10 @@ class LocalServers:
         return len(found)
 
     def renew(self) -> list[str]:
-        """Restart dead servers at their addresses; servers that sleep start without cache. Return all addresses."""
+        """Restart ended servers at their old addresses, and return all addresses.
+
+        If servers share GPUs with the trainer, a restarted server releases its KV cache.
+        """
         dead = self.dead()
         for server in dead:
             server.stop()
@@ -159,7 +165,10 @@ class LocalServers:
         self._each(lambda server: server.wake(*tags))
 
     def _each(self, work: Callable[[RolloutServer], None], servers: list[RolloutServer] | None = None) -> None:
-        """Run `work` on all servers. Errors: the error of the first server that has one, after all have finished."""
+        """Run `work` on all servers at the same time (default: all of `servers`), and wait for all.
+
+        Errors: the error of the first server, in order, whose `work` raised one.
+        """
         servers = self.servers if servers is None else servers
         with ThreadPoolExecutor(max(1, len(servers))) as threads:
             done = [threads.submit(work, server) for server in servers]

@@ -1,7 +1,7 @@
-"""Removes the sockets, files and shared memory that SGLang leaves behind when it is killed.
+"""Removes the sockets, files and shared memory that a killed SGLang server leaves.
 
-A server has its own folder for sockets and files, as its TMPDIR. The process that made the folder holds a lock on a file in it
-as long as the process lives. The next start of a server removes folders whose lock is free. Uses only the standard library.
+Each server has its own folder for sockets and files, as its TMPDIR. The process that made the folder locks a file in the folder
+until the process ends. The next start of a server removes the folders whose lock is free. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pathlib import Path
 PREFIX = "megatron-rl-sglang-"
 LOCK = "lock"
 SHARED_MEMORY = "/dev/shm/sglang_loads_"
-"""Prefix of the files of SGLang's managers/load_snapshot.py; the rest of a file name is random."""
+"""Prefix of the shared-memory files that SGLang's managers/load_snapshot.py makes; the suffix of each name is random."""
 YOUNG_S = 60.0
-"""Age in seconds below which shared memory is kept, as its server may not have mapped it yet."""
+"""Shared-memory files younger than this many seconds are kept, because their server may not have mapped them yet."""
 
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[dict[str, str]]:
-    """Yield environment variables that make a server write into its own folder, which is removed at the end."""
+    """Make a folder for one server, yield the environment variables that name the folder, and remove it at the end.
+
+    Leftovers of killed servers are removed first.
+    """
     sweep()
     folder, lock = _make()
     try:
@@ -40,7 +43,7 @@ def own_folder() -> Iterator[dict[str, str]]:
 
 
 def compiled() -> str:
-    """Return a folder for code that torch compiles; '' if there is no home folder to write into.
+    """Return the cache folder for code that torch compiles; '' if the user's cache folder cannot be written.
 
     torch's default folder is in /tmp, where another user could create it first, with code that torch then loads.
     """
@@ -54,7 +57,7 @@ def compiled() -> str:
 
 
 def sweep() -> None:
-    """Remove what servers have left if their whole process tree was killed together with its owner."""
+    """Remove folders and shared memory of servers that were killed together with their supervisor (`supervise.py`)."""
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with contextlib.suppress(OSError):  # another user's folder, or a folder removed meanwhile
             lock = os.open(folder / LOCK, os.O_RDWR)
@@ -69,7 +72,7 @@ def sweep() -> None:
 
 
 def mapped(processes: Iterable[int]) -> set[Path]:
-    """Return the shared-memory files of servers that these processes have mapped."""
+    """Return the servers' shared-memory files that these processes (ids) have mapped."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError):  # the process ended, or is another user's
@@ -81,7 +84,7 @@ def mapped(processes: Iterable[int]) -> set[Path]:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove the files that exist and that this user may remove."""
+    """Remove files. Skip files that do not exist or that this user may not remove."""
     for file in files:
         with contextlib.suppress(OSError):
             file.unlink()

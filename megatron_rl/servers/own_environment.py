@@ -1,4 +1,4 @@
-"""SGLang's own environment: its Python, and the tools that compile its kernels. This module does not import torch."""
+"""SGLang's own Python environment: the interpreter, and the tools that compile kernels. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from megatron_rl_plugin import installed
 from megatron_rl.errors import UserError
 
 ANSWER_S = 120.0
-"""Longest wait, in seconds, for a Python to report its megatron-rl-sglang; an idle machine needs well below a second."""
+"""Seconds to wait for a Python interpreter to report its installed megatron-rl-sglang. An idle machine needs less than 1 s."""
 
 
 def find_python(configured: str | None = None) -> Path:
-    """Return the Python of SGLang's environment: the configured one, or .venv-rollout beside the package or in the cwd."""
+    """Return the Python interpreter of SGLang's environment.
+
+    configured: value of rollout.server.python; by default .venv-rollout beside the package, or else in the current folder.
+    """
     if configured:
         if not os.access(configured, os.X_OK):
             raise UserError(f"config: rollout.server.python = '{configured}' is not an executable file")
@@ -32,7 +35,7 @@ def find_python(configured: str | None = None) -> Path:
 
 
 def check_plugin(python: Path) -> None:
-    """Raise UserError if SGLang's environment does not have the same megatron-rl-sglang as this process."""
+    """Raise UserError if SGLang's environment lacks megatron-rl-sglang or has other code of it than this process."""
     command = [python, "-m", "megatron_rl_plugin.installed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
@@ -45,7 +48,10 @@ def check_plugin(python: Path) -> None:
 
 
 def plugin_problem(python: Path, found: str | None) -> str | None:
-    """Return the problem of the environment of `python`, whose `installed_code()` is `found`; None: no problem."""
+    """Return the error text if SGLang's environment has another megatron-rl-sglang than this process; else None.
+
+    python: interpreter of the environment. found: what `megatron_rl_plugin.installed` prints there; None: it prints nothing.
+    """
     if found == installed.code():
         return None
     what = "lacks megatron-rl-sglang" if found is None else "has another megatron-rl-sglang than the trainer"
@@ -56,11 +62,12 @@ def plugin_problem(python: Path, found: str | None) -> str | None:
 
 
 def cuda_tools(python: Path) -> dict[str, str]:
-    """Return environment variables by which a server on a GPU finds the CUDA parts of its own environment.
+    """Return environment variables by which a server on a GPU finds the CUDA tools and libraries of its own environment.
 
-    The server's kernels are compiled at their first use, with ninja and nvcc. Unless CUDA_HOME is set, this is the nvcc of the
-    environment, which has the same release as the CUDA headers there. A server that sleeps preloads the library of
-    torch_memory_saver, so it does not start if the linker finds no CUDA runtime; torch, which knows its own, is loaded later.
+    SGLang compiles kernels at their first use, with ninja and nvcc. Unless CUDA_HOME or CUDA_PATH is set, the server uses the
+    nvcc of its environment, which has the same release as the CUDA headers there. A server that can sleep preloads the library
+    of torch_memory_saver. If the dynamic linker then finds no CUDA runtime, the server does not start. torch finds its own
+    CUDA runtime, but is loaded later.
     """
     found = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     packages = "lib/python*/site-packages/nvidia/*"

@@ -16,9 +16,9 @@ from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 
 NEVER = -1e30
-"""Bound below which a log-prob means minus infinity: SGLang sends its type's least number if a probability is 0 in fp32."""
+"""Log-probs up to this bound mean minus infinity. If a probability is 0 in fp32, SGLang sends its type's lowest number."""
 MOST_LOG_PROB = 1e-5
-"""Largest valid log-prob. It exceeds 0 by rounding: the fp32 sum of a vocabulary's probabilities is 1 within about 2^-20."""
+"""Largest valid log-prob. It is above 0 because in fp32 the probabilities of a vocabulary sum to 1 only within about 2^-20."""
 MOST_VOCABULARY = 2**31 - 1
 
 
@@ -27,18 +27,18 @@ class Reply:
     """One sampled response, with p prompt tokens and m response tokens."""
 
     tokens: np.ndarray
-    """[m] int32."""
+    """Ids of the response tokens, [m] int32."""
     fields: dict[str, np.ndarray]
-    """Values of each token [m], by name in `data.sequence.FIELDS`."""
+    """Arrays [m] with a value for each response token, by their name in `data.sequence.FIELDS`."""
     finish_reason: str
     """stop | length | abort."""
     weight_spans: list[WeightSpan]
     kept: list[np.ndarray] | None = None
     """Ids that top-p and top-k kept, int32, one array per token, if the request asks for them."""
     routes: np.ndarray | None = None
-    """Routes [p + m - 1 - routes_start, moe_layers, topk]."""
+    """Routes (indices of the chosen experts), [p + m - 1 - routes_start, moe_layers, topk]."""
     routes_start: int = 0
-    """Number of rows that were already known and not sent."""
+    """Number of rows at the start of the routes that the caller already knew and the server did not send."""
     gates: np.ndarray | None = None
     """Gate values of the experts, float32, in the shape of `routes`, if the engine sends them."""
     features: RouterFeatures | None = None
@@ -51,7 +51,7 @@ class Reply:
     """Text decoded by the server; empty if the server has no tokenizer."""
 
     def first(self, count: int) -> Reply:
-        """Return the reply as if it had stopped after `count` tokens, for a stop rule that depends on these tokens alone."""
+        """Return the reply as if the server had stopped after `count` tokens, by a stop rule that needs these tokens alone."""
         dropped = len(self.tokens) - count
         spans = [replace(span, end=min(span.end, count)) for span in self.weight_spans if span.start < count]
         return replace(
@@ -82,9 +82,10 @@ def parse_reply(
     max_new_tokens: int | None = None,
     vocabulary: int = MOST_VOCABULARY,
 ) -> Reply:
-    """Parse one element of SGLang's answer. vocabulary: size of the model's; max_new_tokens: limit of the request, if known.
+    """Parse one element of SGLang's answer.
 
-    Errors: UserError that names a field which is missing, malformed, or impossible for this request.
+    vocabulary: size of the model's vocabulary. max_new_tokens: limit of the request, if known. Errors: UserError that names a
+    field which is missing, malformed, or impossible for this request.
     """
     try:
         meta = reply["meta_info"]
@@ -163,7 +164,10 @@ def numbers(values: Any, name: str, kinds: str = "if") -> np.ndarray:
 
 
 def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
-    """Return the log-probs [n] float32 of entries (log-prob, token, text). Errors: ValueError for anything else."""
+    """Return the log-probs, [n] float32, of the (log-prob, token, text) entries of field `name`, from entry `start` on.
+
+    Errors: ValueError for anything else.
+    """
     try:
         return numbers([entry[0] for entry in meta[name][start:]], name)
     except (TypeError, LookupError) as error:
@@ -171,7 +175,10 @@ def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
 
 
 def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
-    """Return int32 token sets of a JSON list of lists. Errors: as for `numbers`; UserError for tokens not in the vocabulary."""
+    """Return an int32 array of token ids for each inner list of a JSON list of lists.
+
+    Errors: as for `numbers`; UserError for tokens outside the vocabulary.
+    """
     flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
     _check_tokens(flat, vocabulary, "the kept tokens")
     return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]
@@ -201,7 +208,7 @@ def _check_log_probs(log_probs: np.ndarray, where: str) -> None:
 
 
 def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
-    """Raise UserError if the spans do not follow each other from the first token to the last."""
+    """Raise UserError if the weight spans do not cover all `count` tokens in order, without gaps or overlaps."""
     borders = [(span.start, span.end) for span in spans]
     ends = [end for _, end in borders]
     if [start for start, _ in borders] != [0, *ends[:-1]] or sorted({*ends}) != ends or ends[-1] != count:
@@ -212,7 +219,10 @@ def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
 
 
 def _top(meta: dict[str, Any], tokens: int, k: int, vocabulary: int) -> TopLogProbs:
-    """Decode SGLang's flat form. Errors: UserError if there are not k entries per token, or they cannot be log-probs."""
+    """Return the k likeliest tokens at each position, which SGLang sends as flat base64 arrays of ids and log-probs.
+
+    Errors: UserError if there are not k entries per token, or if values cannot be log-probs.
+    """
     try:
         flat = [
             np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(tokens, k)

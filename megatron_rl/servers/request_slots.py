@@ -15,7 +15,7 @@ from itertools import count as numbers
 class _Waiting:
     step: int
     number: int
-    """Order of arrival."""
+    """Position in the order of arrival."""
     count: int = field(compare=False)
     loop: asyncio.AbstractEventLoop = field(compare=False)
     turn: asyncio.Future[None] = field(compare=False)
@@ -23,7 +23,7 @@ class _Waiting:
 
 
 class RequestSlots:
-    """At most `limit` requests at a time, also across threads with their own event loops.
+    """Lets at most `limit` requests run at a time, also across threads with their own event loops.
 
     Requests of the earliest step are served first, and requests of the same step in order of arrival. No request waits behind
     a request of a later step.
@@ -39,9 +39,9 @@ class RequestSlots:
 
     @asynccontextmanager
     async def take(self, count: int, step: int = 0) -> AsyncIterator[None]:
-        """Wait until `count` slots are free, and hold them in the block. step: step that waits for the answers.
+        """Wait until `count` slots are free, and hold them during the `async with` block.
 
-        A count above the limit runs alone.
+        step: training step that waits for the answers. A count above the limit waits until no slot is taken, and runs alone.
         """
         loop = asyncio.get_running_loop()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Requests about finished responses to servers other than the rollout's: reward-model scores and teacher log-probs."""
+"""Requests to a reward model's or a teacher's server about finished responses: scores and log-probs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeo
 
 
 def _input_log_probs(answer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids [n], log-probs [n]) of the given tokens; the first log-prob is NaN. Errors: ValueError for no log-probs."""
+    """Return (ids [n], log-probs [n]) of the prompt tokens in SGLang's answer; the first log-prob is NaN.
+
+    Errors: ValueError if a value cannot be a log-prob.
+    """
     entries = answer["meta_info"]["input_token_logprobs"]
     ids, values = [entry[1] for entry in entries], [entry[0] for entry in entries[1:]]
     log_probs = numbers(values, "input_token_logprobs")

@@ -1,4 +1,4 @@
-"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, stop."""
+"""One SGLang server that the trainer starts on its own machine: start, wait until ready, restart, stop."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from megatron_rl.servers.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 
 OPERATORS = Path(__file__).parents[1] / "ops" / "batch_invariant.py"
-"""The trainer's operators, which a server uses under precision.identical."""
+"""File with the trainer's operators, which a server uses too if precision.identical is set."""
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PACKAGE = "megatron_rl_models"
-"""Value of SGLANG_EXTERNAL_MODEL_PACKAGE of a server with predictors."""
+"""Value of SGLANG_EXTERNAL_MODEL_PACKAGE for a server with route predictors: the package of its model classes."""
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
 FLUSH_S = 60
 """Seconds for which SGLang may wait for running requests before it empties its cache."""
 MEMORY = ("kv_cache", "weights")
-"""Tags of the memory that a sleeping server releases. CUDA graphs keep their own buffers: their addresses stay valid."""
+"""SGLang's tags for the memory that a sleeping server releases. CUDA graphs keep their buffers, so addresses stay valid."""
 DEATH_S = 3.0
-"""Seconds after a failed call within which a killed server is gone, as its processes do not end at the same moment."""
+"""Seconds to wait for a server's end after a failed call. The processes of a killed server do not all end at once."""
 SHARED_MEMORY = "/dev/shm"
 HANG_S = 30.0
-"""Longest wait for a sign of life, in seconds. SGLang waits 20 s for a token of its own before it reports a failure."""
+"""Longest wait for the answer to a health check, in seconds. SGLang waits 20 s for a test token before it reports failure."""
 _BUS_ERROR = re.compile(r"(?:exit code:?|terminated with|with code) -7\b|Fatal Python error: Bus error")
 
 
@@ -79,11 +79,12 @@ def tail(path: Path, lines: int, since: int) -> list[str]:
 
 
 def reason_of_death(path: Path, since: int = 0) -> str:
-    """Return the line of the last exception in SGLang's log, with its place if the line has no text; else the last line.
+    """Return why SGLang ended, from its log: the line of the last exception, or else the last line.
 
-    A port in use comes first, because later lines are about requests that SGLang sent to the port's other owner. SIGBUS also
-    comes first, because SGLang reports it as a general memory problem. since: bytes of the log from earlier lives of the
-    server, which are not read.
+    If the exception has no text, the log line above it is added. An error about a port in use takes precedence, because later
+    lines are about requests that SGLang sent to the program with this port. SIGBUS also takes precedence, because SGLang
+    reports SIGBUS as a general memory problem. since: number of bytes at the start of the log that are not read, because an
+    earlier process wrote them.
     """
     lines = tail(path, 400, since)
     for line in lines:
@@ -105,17 +106,20 @@ def reason_of_death(path: Path, since: int = 0) -> str:
 
 
 def asks_gates(rollout: RolloutConfig, routing: RoutingConfig) -> bool:
-    """Return whether replies contain the gate values of the experts too."""
+    """Return whether replies contain the gate values of the chosen experts, in addition to the routes."""
     return asks_routes(rollout, routing) and (rollout.gates or routing.replay_gates)
 
 
 def serves_adapters(lora: LoRAConfig, sync: SyncConfig) -> bool:
-    """Return whether servers hold the base model with adapters beside it."""
+    """Return whether servers hold the base model and unmerged LoRA adapters."""
     return lora.rank > 0 and sync.adapters == "unmerged"
 
 
 def feature_stride(rollout: RolloutConfig, routing: RoutingConfig) -> int:
-    """Return s if router features of every s-th response token are wanted (a full response has <= cached_tokens), else 0."""
+    """Return the stride s with which the engine exports router features: those of every s-th response token; 0: none.
+
+    The stride is the smallest with which the longest response has at most routing.cached_tokens tokens with features.
+    """
     if routing.source != "pr3" or routing.features != "engine":
         return 0
     return -(-rollout.max_new_tokens // routing.cached_tokens)
@@ -123,34 +127,34 @@ def feature_stride(rollout: RolloutConfig, routing: RoutingConfig) -> int:
 
 @dataclass(eq=False)
 class RolloutServer:
-    """One SGLang server on 127.0.0.1, child of this process.
+    """One SGLang server on 127.0.0.1, which this process starts.
 
-    `with RolloutServer(...) as server:` starts the server and waits until it answers. Leaving the block ends the whole process
-    tree, and so does any end of this process. `address` stays the same if the server is stopped and started again.
+    `with RolloutServer(...) as server:` starts the server and waits until it answers. The server's whole process tree ends when
+    the block is left, and also if this process ends for any reason. `address` stays the same if the server is restarted.
     Errors: UserError for a feature_stride without predictor.
     """
 
     model: Path
-    """Hugging Face folder."""
+    """Hugging Face folder of the model."""
     config: ServerConfig
     _: KW_ONLY
     dtype: str = "bf16"
-    """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without a GPU: bf16)."""
+    """bf16 | fp32 | fp8. fp8 on a GPU: block-quantized weights, which the first push fills; without a GPU: bf16."""
     context_length: int = 4096
     routes: bool = False
-    """True if the server captures the experts of every token."""
+    """True if the server records the routes (indices of the chosen experts) of every token."""
     gates: bool = False
-    """True if the server captures the gate values of these experts too."""
+    """True if the server also records the gate values of the chosen experts."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
     predictor: bool = False
-    """True if every router has a route predictor, which is zero until it is pushed."""
+    """True if every router has a route predictor. Its weights are zero until the trainer pushes them."""
     feature_stride: int = 0
     """Stride s > 0: all replies contain router features of every s-th response token (`EngineFeatures`); 0: none."""
     processor: bool = False
-    """True if requests may bound the tail of the vocabulary (`SamplingSupport`)."""
+    """True if requests may use the logit processor of pruning.enabled and rollout.sampling.tail_floor (`SamplingSupport`)."""
     kept_sets: bool = False
-    """True if requests may ask for the tokens that a truncation keeps."""
+    """True if requests may ask for the set of tokens that the truncation of the distribution (top-p, top-k) keeps."""
     seeded_sets: bool = False
     """True if requests with `kept_sets` may have seeds."""
     fp32_lm_head: bool = False
@@ -159,11 +163,11 @@ class RolloutServer:
     trace: Path | None = None
     """Folder into which the server writes the outputs of its operators (megatron_rl_plugin/trace.py)."""
     devices: Sequence[str] = ()
-    """GPUs as CUDA_VISIBLE_DEVICES names them; by default all that this process sees."""
+    """Names of the server's GPUs, as in CUDA_VISIBLE_DEVICES; empty: all GPUs that this process sees."""
     sleeps: bool = False
-    """True if the server can be told to `sleep`."""
+    """True if the server supports `sleep`, which releases its GPU memory."""
     adapter_rank: int = 0
-    """Rank of the adapter beside the model; 0: no adapter."""
+    """Rank of the LoRA adapter that is served with the base model; 0: no adapter."""
     adapter_modules: Sequence[str] = ()
     """Last parts of the names of the layers that have an adapter (q_proj, ...)."""
     keeps_weights: bool = False
@@ -184,7 +188,7 @@ class RolloutServer:
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
         self._log_start = 0
-        """Bytes of the log from earlier lives of the server: of a resumed run, or before a restart."""
+        """Size of the log in bytes at the last start of the server. Older lines are from before a restart or a resumption."""
 
     @classmethod
     def from_config(
@@ -385,7 +389,7 @@ class RolloutServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that requests to the server need."""
+        """HTTP headers with the API key, which requests to the server need."""
         return bearer(self.key)
 
     def ready(self) -> bool:
@@ -409,7 +413,10 @@ class RolloutServer:
         return True
 
     def hangs(self) -> bool:
-        """Return whether the live server does not answer, or computes no token though not paused. Takes up to HANG_S."""
+        """Return True if the server is alive but does not answer, or if it computes no token and is not paused.
+
+        Takes up to HANG_S seconds.
+        """
         if not self.alive():
             return False
         for path in ("/ready", "/health"):  # /health computes a token
@@ -424,8 +431,9 @@ class RolloutServer:
     def sleep(self, *tags: str) -> None:
         """Release memory (all of MEMORY, or the given tags); requests wait in the server until `wake`.
 
-        Releasing the KV cache drops the prefix cache. Weights that the server does not keep are lost. A server that is dead,
-        or dies during the call, has released everything. Errors: UserError if the server refuses, or exceeds the start timeout.
+        Releasing the KV cache drops the prefix cache. Released weights are lost unless `keeps_weights` is set. If the
+        server is dead or dies during the call, its memory counts as released. Errors: UserError if the server refuses, or needs
+        longer than rollout.server.start_timeout_s.
         """
         if given := set(tags or MEMORY) - self.asleep:
             # Nothing may run while the cache is released, and SGLang releases the cache only if nothing runs.
@@ -434,7 +442,10 @@ class RolloutServer:
             self.asleep |= given
 
     def wake(self, *tags: str) -> None:
-        """Take memory back (all released tags, or the given ones); after the last tag, waiting requests continue."""
+        """Take memory back (all released tags, or the given ones). If nothing stays released, waiting requests continue.
+
+        Errors: UserError as for `sleep`, and also if the server is dead.
+        """
         taken = self.asleep & set(tags or MEMORY)
         calls: list[tuple[str, dict]] = [("/resume_memory_occupation", {"tags": [*taken]})] if taken else []
         if not self.asleep - taken:
@@ -443,16 +454,22 @@ class RolloutServer:
         self.asleep -= taken
 
     def flush(self) -> None:
-        """Empty the prefix cache; nothing may run. Errors: the same as `wake`."""
+        """Empty the prefix cache. No request may be running. Errors: the same as `wake`."""
         self._control((f"/flush_cache?timeout={FLUSH_S}", {}), must_live=True)
 
     def retract(self) -> None:
-        """Stop running requests and drop their cache, so that all their tokens are computed again. Errors: as for `wake`."""
+        """Interrupt running requests and drop the KV cache. The requests continue, and all their tokens are computed again.
+
+        Errors: the same as `wake`.
+        """
         calls = ("/pause_generation", {"mode": "retract"}), ("/flush_cache", {}), ("/continue_generation", {})
         self._control(*calls, must_live=True)
 
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
-        """POST in turn. Errors: UserError for a refusal; for a dead server only if `must_live`."""
+        """POST the calls (path, body) one after the other.
+
+        Errors: UserError if a call fails; for a dead server only if `must_live` is set.
+        """
         for path, body in calls:
             try:
                 answer = ask_now("POST", self.address + path, body, timeout_s=self.config.start_timeout_s, key=self.key)

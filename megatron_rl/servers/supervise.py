@@ -1,14 +1,14 @@
 """Ties a server's whole process tree to its owner: `python supervise.py GRACE_S COMMAND...`. Uses only the standard library.
 
-The owner holds the other end of standard input. When the owner closes the pipe or dies, the server gets SIGTERM, and GRACE_S
-seconds later the rest of its tree gets SIGKILL. This covers kill -9 too, because the kernel closes the pipe. If the server's
-first process ends by itself, the rest of the tree is killed at once. The leftovers of a killed server are removed
-(`orphans.py`). Exits with the server's status.
+The owner is the process that starts this program. Standard input is a pipe from the owner. When the owner closes the pipe or
+dies, the server gets SIGTERM, and GRACE_S seconds later all remaining processes of the tree get SIGKILL. This covers kill -9 of
+the owner too, because the kernel then closes the pipe. If the server's first process ends by itself, the remaining processes
+are killed at once. `orphans.py` removes the leftovers of a killed server. The exit status is the server's.
 
 With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
 
-The server's key comes in an environment variable and is passed on in a file in the server's own folder, because other users can
-read a command line.
+This program gets the server's API key in an environment variable. It passes the key to the server in a file in the server's own
+folder, because other users can read a command line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants() -> list[int]:
-    """Return ids of all living descendants. Orphans are included, because this process is their subreaper."""
+    """Return the ids of all living descendants, including orphans, because this process is their subreaper."""
     children: dict[int, list[int]] = {}
     living = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -58,7 +58,7 @@ def descendants() -> list[int]:
 
 
 def survivors() -> list[int]:
-    """Scan for descendants twice, because a process whose parent ends during a scan can be missing from that scan."""
+    """Return the living descendants. If none is found, scan again: a process whose parent ends during a scan can be missed."""
     return descendants() or descendants()
 
 
@@ -70,7 +70,7 @@ def end(pids: list[int], signal_number: int) -> None:
 
 
 def main() -> int:
-    """Run the command of the command line, and return the exit status."""
+    """Run the server command that the command line gives, and return the exit status."""
     alone = sys.argv[1] == "--alone"
     grace, *command = sys.argv[2 if alone else 1 :]
     with orphans.own_folder() as changes:
@@ -89,7 +89,7 @@ def with_key(command: list[str], environment: Mapping[str, str]) -> tuple[list[s
 
 
 def follow_parent(number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent ends, also by -9. SGLang's workers follow the server."""
+    """Make the kernel send a signal to this process when its parent ends, even by SIGKILL. SGLang's workers do this too."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -98,7 +98,7 @@ def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Pop
 
 
 class Server(Protocol):
-    """First process of the server, a child of this one, with the interface of `subprocess.Popen`."""
+    """First process of the server, a child of this process. It has the interface of `subprocess.Popen`."""
 
     pid: int
 
@@ -108,7 +108,11 @@ class Server(Protocol):
 
 
 def run(start: Callable[[], Server], grace: float, *, alone: bool) -> int:
-    """Run the server until it or its owner ends (alone: until a signal comes), and return its exit status."""
+    """Run the server until it or its owner ends, and return its exit status.
+
+    start: function that starts the server. grace: seconds between SIGTERM and SIGKILL. alone: there is no owner, and SIGTERM or
+    SIGINT ends the server.
+    """
     owner, held = os.pipe() if alone else (sys.stdin.fileno(), None)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Near the time limit, the scheduler signals the owner and all processes of the job step, which would end a server. An
@@ -129,7 +133,7 @@ def run(start: Callable[[], Server], grace: float, *, alone: bool) -> int:
     shared = orphans.mapped(survivors())
     # A server without its first process cannot end in order, and its owner should learn of the death at once.
     deadline = time.monotonic() + (0 if death in ended else grace)
-    end([server.pid], signal.SIGTERM)  # it ends its workers itself; they treat SIGTERM as a crash
+    end([server.pid], signal.SIGTERM)  # the server ends its workers itself; workers treat SIGTERM as a crash
     while survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
     while left := survivors():

@@ -44,7 +44,7 @@ def _families() -> dict[str, Family]:
 
 
 def together[Entry: (Linear, Stack)](tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Merge tables; a name may occur in several tables if all entries are equal. Errors: ValueError for unequal entries."""
+    """Merge the families' tables. Errors: ValueError if two tables have different entries for a name."""
     found: dict[str, Entry] = {}
     for table in tables:
         for name, entry in table.items():
@@ -57,11 +57,11 @@ FAMILIES: dict[str, Family] = _families()
 """Hugging Face's architecture name -> family."""
 _MOES = [family.moe for family in FAMILIES.values() if family.moe]
 LINEARS: dict[str, Linear] = together(family.linears for family in FAMILIES.values())
-"""Linear layers outside of experts in all families, by name in files. A stream of tensors does not name its family."""
+"""Linear layers outside of experts, by name in files. All families share one table, for tensors whose family is not known."""
 EXPERT_LINEARS: dict[str, Linear] = together(moe.linears for moe in _MOES)
 """Linear layers of one expert, by name in files."""
 STACKS: dict[str, Stack] = together(moe.stacks for moe in _MOES)
-"""Tensors that hold a linear layer of all experts, by name in files."""
+"""Tensors that hold one linear layer for all experts, by name in files."""
 _STACK = re.compile(rf".+\.experts\.({'|'.join(STACKS)})(_\w+)?")
 
 

@@ -11,32 +11,32 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of attention, an MLP or an expert in Hugging Face's files: `weight` [out, in] and `bias` [out]."""
+    """A linear layer in Hugging Face's files: `weight` [out, in] and `bias` [out] of attention, an MLP or an expert."""
 
     cut: Literal["rows", "columns", "none"]
-    """Side of the weight that SGLang splits for tensor parallelism; none if every rank has all of it."""
+    """Dimension of the weight that SGLang splits for tensor parallelism; none if every rank has the whole weight."""
     of: Literal["queries", "keys", "channels", "latents"]
-    """Parts of the split side: query heads, key-value heads, inner channels of an MLP, or latents."""
+    """Units along the split dimension: query heads, key-value heads, inner channels of an MLP, or latents."""
     stacked_in: str = ""
-    """SGLang's parameter in which the layer is stacked with others; empty if SGLang has a parameter of this name."""
+    """SGLang's parameter in which the layer is stacked with others; empty if SGLang keeps the layer under its own name."""
     place: int = 0
-    """Index of the layer in that parameter."""
+    """Index of the layer in the parameter `stacked_in`."""
     whole_blocks: bool = False
-    """True if SGLang needs whole FP8 blocks, because another layer may follow in the same parameter."""
+    """True if the layer must end at an FP8 block's edge, because another layer may follow in SGLang's parameter."""
     in_one_call: bool = False
-    """True if SGLang stacks the parts within one call of load_weights, and drops a part that comes alone."""
+    """True if SGLang stacks the layers only within one call of load_weights, and drops a layer that comes alone."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor in the files that holds a linear layer of all experts: X [experts, in, out], and X_bias [experts, out]."""
+    """A tensor X [experts, in, out] in the files that holds one linear layer for all experts, and X_bias [experts, out]."""
 
     stacked_in: str
-    """SGLang's parameter."""
+    """SGLang's parameter that holds this tensor."""
     channels: Literal["in", "out"]
-    """Side that consists of inner channels."""
+    """Dimension of the tensor that consists of the expert's inner channels."""
     by_turns: bool = False
-    """True if gate and up of a channel are neighbors."""
+    """True if the gate value and the up value of a channel are neighbors."""
 
 
 ATTENTION = {
@@ -72,7 +72,7 @@ class Moe:
     intermediate: str = "moe_intermediate_size"
     """Key of the inner size of one expert."""
     groups: str = ""
-    """Key of the number of groups of neighboring experts; a token first chooses groups. Empty if there are no groups."""
+    """Key of the number of expert groups, from which each token first chooses some groups. Empty if there are no groups."""
     shared_size: Callable[[PreTrainedConfig], int] = lambda config: 0
     """Function that returns the inner size of all shared experts together."""
     layers: Callable[[PreTrainedConfig], Sequence[int]] = lambda config: range(config.num_hidden_layers)
@@ -80,13 +80,13 @@ class Moe:
     keep_layers: Callable[[PreTrainedConfig, list[int]], dict[str, Any]] = lambda config, kept: {}
     """Function that returns the keys of config.json that change if only the given layers are kept."""
     block: str = "mlp"
-    """Module of a layer that holds router and experts."""
+    """Name of the module in a layer that holds router and experts."""
     router: str = "gate"
-    """Module of the router within `block`."""
+    """Name of the router's module within `block`."""
     of_router: tuple[str, ...] = ("weight",)
-    """Tensors of the router, each with one row per expert."""
+    """Names of the router's tensors, each with one row per expert."""
     shared_experts: str = "shared_experts"
-    """Module of the shared experts within `block`."""
+    """Name of the shared experts' module within `block`."""
     linears: Mapping[str, Linear] = field(default_factory=lambda: expert_linears("gate_proj", "up_proj", "down_proj"))
     """Linear layers of one expert, by their names in `experts.N`."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class TinySizes:
     topk: int = 2
     vocab: int = 512
     max_position: int = 4096
-    """With yarn (gpt_oss), 32 times the original training length; 131072 gives the released models' factors."""
+    """Number of positions. For gpt_oss, yarn's original length is 1/32 of it; 131072 gives the released yarn parameters."""
     window: int = 8
     """Sliding window [tokens]; 128 in the released models."""
     q_lora_rank: int = 0
@@ -137,7 +137,7 @@ class TinySizes:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. Facts from config.json (sizes, numbers of experts, dense layers) are not repeated here."""
+    """A model family. It has no values that config.json states, such as sizes, numbers of experts and dense layers."""
 
     architecture: str
     """Name of Hugging Face's class, which is the entry of `architectures`."""
@@ -162,16 +162,17 @@ class Family:
     qkv_bias: bool | None = None
     """True if queries, keys and values have biases; None if `attention_bias` in config.json decides."""
     bias: bool | None = None
-    """True if the other linear layers, including experts, have biases; None if `mlp_bias` in config.json decides."""
+    """True if attention's output layer, MLPs and experts have biases; None if `mlp_bias` in config.json decides."""
     sinks: str = ""
-    """Tensor in files, in the attention module, with a learned sink per query head; empty if there are no sinks."""
+    """Name of the attention module's tensor with one learned sink per query head; empty if there are no sinks."""
     router_bias: bool = False
-    """True if the router's product has a bias. Balancing biases do not count, because they are buffers."""
+    """True if the router's linear layer has a bias. Balancing biases do not count, because they are buffers."""
 
     # Settings that are refused.
     rope_types: tuple[str, ...] = ("default", "yarn")
     unsupported: Callable[[PreTrainedConfig], tuple[str, str] | None] = lambda config: None
-    """Function that returns a key of config.json that would change results but no tensor's name or shape, and the reason."""
+    """Function that returns an unsupported key of config.json and the reason; None if the config is supported. Such a key would
+    change the results, but no tensor's name or shape."""
 
     # Behavior of SGLang with this family.
     tied_in_sglang: bool = False
@@ -179,10 +180,11 @@ class Family:
     served_in_folder_dtype: bool = False
     """True if SGLang 0.5.23 makes layers in the dtype of config.json and ignores --dtype."""
     fp8_scales_lost: bool = False
-    """True if SGLang loses the scales of FP8 blocks."""
+    """True if SGLang loses the scales of FP8 blocks, because it renames the scale tensors."""
     not_quantized: str = ""
     """Reason why `quantize` refuses the family; empty if it does not."""
     few_tokens: int = 0
-    """Number of tokens up to which SGLang's bf16 router uses another product than above it, on GPUs of capability >= 9.0."""
+    """Number of tokens up to which SGLang's bf16 router uses another kernel than for more tokens, on GPUs of compute capability
+    9.0 or higher; 0 if it always uses the same kernel."""
     width_from_hidden: bool = False
-    """True if transformers or SGLang derive a head's width from the number of heads."""
+    """True if transformers or SGLang compute a head's width from the hidden size and the number of heads."""

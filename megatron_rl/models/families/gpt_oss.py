@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, biases everywhere, a sliding window in every other layer, all experts of a layer in one tensor."""
+"""gpt-oss: attention sinks, biases in attention, router and experts, sliding windows in every other layer, stacked experts."""
 
 from __future__ import annotations
 

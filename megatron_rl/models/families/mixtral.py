@@ -21,7 +21,7 @@ def _bridge() -> type:
     hf_expert = f"{hf_layer}.block_sparse_moe.experts.*"
 
     class Mixtral(MegatronModelBridge):
-        """Settings and weight names."""
+        """Bridge with all settings and weight names of Mixtral."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)

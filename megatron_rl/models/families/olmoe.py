@@ -17,7 +17,7 @@ def _bridge() -> type:
     expert, hf_expert = "decoder.layers.*.mlp.experts.local_experts.*", "model.layers.*.mlp.experts.*"
 
     class Olmoe(OlMoEBridge):
-        """The original bridge, plus ungrouped experts. norm_topk_prob follows config.json."""
+        """The original bridge, plus weight names for separate (ungrouped) experts. norm_topk_prob follows config.json."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             provider = super().provider_bridge(hf_pretrained)
@@ -45,7 +45,7 @@ def _provider() -> type:
 
 
 def _tiny(s: TinySizes) -> transformers.PreTrainedConfig:
-    """Return a config with experts in every layer and no grouped queries, which SGLang does not support here."""
+    """Return a config with experts in every layer. Queries are not grouped, because SGLang does not support groups here."""
     return transformers.AutoConfig.for_model(
         "olmoe",
         **s.decoder | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},

@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""Qwen3: the family's dense models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Batch-invariant operators for trainer and engine: the bits of a row do not depend on the other rows (precision.identical).
 
-The sum of a product has one fixed order for each output. The same holds for norm, softmax, router and the sum over experts,
-whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get identical
+Each output of a matrix multiplication is a sum in one fixed order. The same holds for norm, softmax, router and the sum over
+experts, whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get identical
 numbers from identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention:
 csrc/sink_attention/, which cuts its sums at the same keys for every query.
 
@@ -61,7 +61,7 @@ def _kernels_of(x: Tensor) -> Any:
 
 
 def parts(width: int) -> int:
-    """Return the number of partial sums of a product over `width` inputs: the largest number of tensor-parallel ranks."""
+    """Return the number of partial sums of a matrix multiplication over `width` inputs. It limits the tensor-parallel ranks."""
     most = 8 if width >= 1024 else 4 if width >= 512 else 2
     return math.gcd(width, most)
 
@@ -323,7 +323,7 @@ class Rotary:
     frequencies: tuple[float, ...]
     """Frequency of each pair, in radians per position."""
     factor: float = 1.0
-    """Factor of cosines and sines (yarn)."""
+    """Factor of cosines and sines (YaRN's attention scaling)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rotary:
@@ -353,7 +353,7 @@ class Rotary:
 def _yarn(
     plain: list[float], base: float, width: int, rope: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[tuple[float, ...], float]:
-    """Return frequencies and factor of yarn (arXiv 2309.00071), computed as in transformers."""
+    """Return the frequencies and the factor of cosines and sines by YaRN (arXiv 2309.00071), computed as in transformers."""
     factor = float(rope["factor"])
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
 

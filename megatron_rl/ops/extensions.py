@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 def same_torch(built: str, here: str) -> bool:
-    """True if what was compiled against one release of torch runs with another: patches of one release change no classes."""
+    """Return True if code compiled against torch `built` runs with torch `here`: patch releases change no C++ classes."""
     return built.split(".")[:2] == here.split(".")[:2]
 
 

@@ -1,7 +1,7 @@
-"""Grouped products: rows sorted by group times the matrix of their group, all groups in one launch (torch's grouped_mm).
+"""Grouped matrix multiplications: rows sorted by group times the matrix of their group, in one launch (torch's grouped_mm).
 
 The kernel supports bf16 on GPUs of compute capability 9 and 10. The matrices [out, in] of the groups are separate parameters.
-They are stacked for each product, because the kernel needs them at equal distances in memory.
+They are stacked for each call, because the kernel needs them at equal distances in memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _sums_by_group(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, 
 
 
 _FP32_ROWS = 8192
-"""Rows of the weight that are converted to fp32 at a time on a CPU, which has no bf16 product with fp32 output."""
+"""Rows of the weight that are converted to fp32 at a time on a CPU, which has no bf16 matrix multiplication with fp32 output."""
 
 
 def token_chunks(tokens: int, size: int) -> list[slice]:
@@ -127,7 +127,7 @@ class HeadGradients:
     """Gradients of hidden [T, H] and weight [V, H], summed chunk by chunk."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int, *, of_weight: bool) -> None:
-        """of_weight: False for a frozen head, which saves a product and the memory of the gradient."""
+        """of_weight: False for a frozen head, which saves a matrix multiplication and the memory of the gradient."""
         self.hidden, self._of_weight = torch.empty_like(hidden), of_weight
         # The sum over chunks is at least fp32. On a GPU it starts with the first product.
         self._total = torch.promote_types(weight.dtype, torch.float32) if chunks != 1 else weight.dtype

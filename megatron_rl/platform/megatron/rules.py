@@ -25,15 +25,15 @@ GPU_PACKAGES = (
 """Packages that Megatron must not import without a GPU. An environment with these packages may also serve login nodes."""
 
 Missing = Literal["GPU", "Transformer Engine", "fused Adam"]
-"""Parts that Megatron requires."""
+"""Parts that Megatron requires and that a machine may lack."""
 WHERE: dict[Missing, str] = {
     "GPU": "without a GPU",
     "Transformer Engine": "also with a GPU, if Transformer Engine is not installed",
     "fused Adam": "also with a GPU, if neither Transformer Engine nor NVIDIA Apex is installed",
 }
-"""Missing part -> condition under which its swaps apply."""
+"""{missing part: condition under which its swaps apply}."""
 EVERYTHING: frozenset[Missing] = frozenset(WHERE)
-"""All parts."""
+"""All parts that can be missing."""
 
 Rule = Literal[
     "torch.cuda",
@@ -62,7 +62,7 @@ WHY: dict[str, str] = {
     "compile": "torch.compile keeps the function eager, because compiling small fusions costs minutes and saves nothing",
     "swap": "one expression is replaced, see SWAPS",
 }
-"""Rule -> effect and reason."""
+"""{rule: its effect and the reason}."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Batch-invariant operators for trainer and engine: the bits of a row do not depend on the other rows (precision.identical).
 
 Each output of a matrix multiplication is a sum in one fixed order. The same holds for norm, softmax, router and the sum over
-experts, whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get identical
-numbers from identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention:
+experts, whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get
+identical numbers from identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention:
 csrc/sink_attention/, which cuts its sums at the same keys for every query.
 
 An engine process loads this file by its path, without the package. The file therefore imports nothing of megatron_rl except

@@ -67,8 +67,8 @@ def linear_kl(
     (1 - mix) x reverse. (TRL returns forward and reverse themselves at 0 and 1.)
 
     The logits of student and teacher exist for at most `chunk_tokens` tokens at a time, in the forward and in the backward.
-    With several chunks the backward computes the logits again: six matrix multiplications of the head's size in total, otherwise four.
-    The gradient of `weight` is summed over chunks in fp32.
+    With several chunks the backward computes the logits again: six matrix multiplications of the head's size in total,
+    otherwise four. The gradient of `weight` is summed over chunks in fp32.
 
     With tp_group each rank holds an equal share of the rows of both weights. The gradient of `hidden` is then only this
     rank's part; the caller sums the parts, as with Megatron's column-parallel layers. vocab_size: vocabulary of the model;

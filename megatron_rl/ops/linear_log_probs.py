@@ -1,9 +1,9 @@
 """Log-probs from hidden states and head weight, chunk by chunk: only the logits of one chunk exist at a time.
 
 The gradients of hidden states and weight are accumulated in a loop over chunks. If all tokens fit into one chunk, its logits
-are kept for the backward. Otherwise the backward computes the logits of each chunk again (four matrix
-multiplications of the head's size in total). If `token_loss` gives the loss of each token, the forward computes the gradients at once, and three
-matrix multiplications are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
+are kept for the backward pass. Otherwise the backward pass computes the logits of each chunk again (four matrix multiplications
+of the head's size in total). If `token_loss` gives the loss of each token, the forward pass computes the gradients at once, and
+three matrix multiplications are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
 """
 
 from __future__ import annotations

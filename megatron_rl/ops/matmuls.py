@@ -100,7 +100,7 @@ def _sums_by_group(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, 
 
 
 _FP32_ROWS = 8192
-"""Rows of the weight that are converted to fp32 at a time on a CPU, which has no bf16 matrix multiplication with fp32 output."""
+"""Rows of the weight that are converted to fp32 at a time on a CPU, which cannot multiply bf16 matrices into fp32."""
 
 
 def token_chunks(tokens: int, size: int) -> list[slice]:

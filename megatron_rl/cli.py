@@ -36,7 +36,7 @@ KEYS = (
 )
 
 SIZES = ("tensor", "pipeline", "expert")
-"""Parallel sizes that a checkpoint conversion takes."""
+"""Parallel sizes that a checkpoint conversion accepts."""
 Flag = tuple[str, dict[str, Any]]
 """A command-line argument: its name, and its settings for argparse's `add_argument`."""
 

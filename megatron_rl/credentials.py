@@ -1,7 +1,7 @@
 """Secrets of a config: where they are stored, and how they stay out of files, messages and the list of processes.
 
-A config refers to a secret as `env:NAME` or `file:PATH`. The secret is read only when it is needed. A secret that stands in the
-config itself is hidden wherever the config is shown.
+A config refers to a secret as `env:NAME` or `file:PATH`. The secret is read only when it is needed. A secret that is written in
+the config itself is hidden wherever the config is shown.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def dpo(config: Config) -> None:
             reference.precompute(upcoming(run, held_out), lambda: run.scorer(folder))
 
         def compare(comparisons: list[Comparison]) -> tuple[UnitPasses, Loss]:
-            """Return the model's passes over the responses, and the loss function for them."""
+            """Return the model's forward and backward passes over the responses, and the loss function for them."""
             table, *crossed = tables_of(config.dpo, comparisons)
             passes, baseline = UnitPasses(trainer, table), None
             for other in crossed:  # KTO

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: mean reward at the sampling temperature (avg@n), pass@n, greedy, and without pruning."""
+"""Evaluation on held-out prompts: mean reward at the sampling temperature (avg@n), pass@n, greedy and unpruned sampling."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class EventLoop:
-    """An event loop in a thread. `run` returns a coroutine's result to another thread; `close` cancels what still runs."""
+    """An event loop in a thread. `run` returns a coroutine's result to another thread; `close` cancels running coroutines."""
 
     def __init__(self, name: str = "conversations") -> None:
         self._loop = asyncio.new_event_loop()

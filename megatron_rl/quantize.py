@@ -57,7 +57,7 @@ def quantize(config: Config) -> None:
 
 
 def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
-    """Return how much a quantized model differs from the original on the trained tokens of the sequences; empty without any.
+    """Return how much a quantized model differs from the original on the trained tokens of the sequences; {} without tokens.
 
     kl: mean KL(original || quantized) over the vocabulary, in nats per token. abs_*: absolute difference between the two
     log-probs of a token. ratio_*: extremes of the ratio of the token's probabilities, quantized / original. loss_*: mean

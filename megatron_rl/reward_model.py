@@ -23,7 +23,7 @@ from megatron_rl.tasks.stream import held_out_comparisons
 from megatron_rl.trainer.scored_spans import Places, ScoredSpans, UnitPasses, with_last_state
 
 PAIRWISE = ("bradley_terry", "hinge", "squared_gap", "plackett_luce")
-"""Losses that compare responses to the same prompt. The other losses look at each response alone."""
+"""Losses that compare responses to the same prompt. The other losses use each response alone."""
 TAKES: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(PAIRWISE, ("pair", "list")),
     "squared_error": ("point", "label", "list", "steps"),

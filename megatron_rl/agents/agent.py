@@ -176,7 +176,7 @@ class Agents(SingleTurn):
 
     @override
     def check(self, collection: Collection) -> None:
-        """Raise UserError if there were several conversations over all processes and all failed: this is not by chance."""
+        """Raise UserError if there were several conversations over all processes and all failed, which cannot be chance."""
         assert isinstance(collection, AgentCollection)
         found = self.ranks.gather_from_leaders((collection.failures, collection.asked))
         problems = [problem for failures, _ in found for problem in failures]
@@ -190,7 +190,7 @@ class Agents(SingleTurn):
 
 
 def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
-    """Return a conversation to imitate. The loss counts replies (except replies of weight 0), but no observations.
+    """Return a conversation to imitate. The loss includes replies (except those of weight 0), but not observations.
 
     turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool). Errors: UserError.
     """

@@ -41,9 +41,11 @@ class Conversation:
     def known_routes(self, pushed: str | None = None) -> int:
         """Return the number of known rows of the table of routes, which the engine need not send again.
 
-        The last token of a reply is routed only in the next turn. pushed: version of the weights of the last weight sync, if it
-        is known. A weight sync flushes the engine's cache, so that the next reply builds on routes of the new weights. If some
-        known rows belong to other weights, the result is 0, and the engine sends all rows again.
+        The last token of a reply is routed only in the next turn. pushed: version of the weights of the last weight sync, if
+        known.
+
+        A weight sync flushes the engine's cache, so the engine computes all routes again with the new weights. Therefore, if
+        some known rows belong to other weights, the result is 0, and the engine sends all rows again.
         """
         last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
         versions = {version for _, version in self._tables()}
@@ -52,7 +54,7 @@ class Conversation:
         return len(self.prompt) + last.end - 1
 
     def _tables(self) -> list[tuple[Reply, str]]:
-        """Return the replies, with their weight versions, whose tables of routes join to the whole table.
+        """Return the replies whose tables of routes together form the whole table, with their weight versions.
 
         The first of them is the last reply whose table contains all rows from the start.
         """

@@ -110,9 +110,10 @@ def parse_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 CHARACTERS_PER_TOKEN = 64
-"""Largest average number of characters per token. Longer requests cannot fit, so they are refused without slow tokenization."""
+"""Largest average number of characters per token. A longer request cannot fit into the context, so it is refused without slow
+tokenization."""
 LONG = 65_536
-"""Number of characters that are tokenized in less than a tenth of a second."""
+"""Largest number of characters that are tokenized without an extra thread. This takes less than a tenth of a second."""
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
 """Function that samples a reply to a conversation. The second argument holds the agent's SGLang sampling parameters."""
 
@@ -154,7 +155,7 @@ class Session:
     reward: dict[str, float] = field(default_factory=dict)
     """Reward parts that the agent has set."""
     renders: bool = False
-    """True: the history is rendered again after an answer and a user turn, if the dialect has a format for histories."""
+    """True to render the history again when a user turn follows an answer, if the dialect has a format for histories."""
     closed: bool = False
     full: bool = False
     """True if a conversation had no space for another reply."""
@@ -257,7 +258,7 @@ class Session:
         return answered and any(message["role"] == "user" for message in fresh)
 
     async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
-        """Return the tokens of messages with `size` characters. A thread tokenizes long texts, to not block other agents."""
+        """Return the tokens of messages with `size` characters. A thread tokenizes long texts and blocks no other agent."""
         try:
             if size > LONG:
                 form, thread = self.form.beside

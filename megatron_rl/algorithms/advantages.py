@@ -101,11 +101,11 @@ def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tenso
 
 
 def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Return group size x softmax over the group of r / beta: weights for imitating the policy exp(r / beta) pi.
+    """Return group size x softmax(r / beta) over each group: weights for imitating the policy exp(r / beta) pi.
 
     beta is `temperature` (Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Peng et al. 2019,
-    arXiv 1910.00177, with a baseline). If the loss `reinforce` takes these weights as advantages, its mean over responses is
-    the cross entropy to that policy: -sum of omega log pi, with omega the softmax.
+    arXiv 1910.00177, with a baseline). Let omega be the softmax. If the loss `reinforce` uses these weights as advantages, its
+    mean over responses is the cross entropy to that policy: -sum of omega log pi.
 
     The weights are positive, with mean 1 in each group. The loss lowers no response directly; a response becomes less likely
     only because others become more likely. A group without spread gives the weight 1 to each response; a group of a single
@@ -264,8 +264,9 @@ ADVANTAGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def distillation(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, coefficient: float = 1.0) -> torch.Tensor:
     """Return on-policy distillation's advantages: coefficient x (log teacher - log policy) of each sampled token.
 
+    Source: Gu et al. 2024, arXiv 2306.08543, eq. 3 (only its single-step part); Agarwal et al. 2024, arXiv 2306.13649.
+
     The arguments have any shape; the result has no gradient. Under the policy, the mean of grad log policy x this advantage
-    is -coefficient x the gradient of KL(policy || teacher) at the token (Gu et al. 2024, arXiv 2306.08543, eq. 3, its
-    single-step part only; Agarwal et al. 2024, arXiv 2306.13649).
+    is -coefficient x the gradient of KL(policy || teacher) at the token.
     """
     return coefficient * (teacher_log_probs - log_probs).detach()

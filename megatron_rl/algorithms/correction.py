@@ -131,10 +131,10 @@ class RolloutCorrection:
 
 
 def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:
-    """Return (sum w)^2 / sum w^2 with w = r^alpha and r = exp(log_ratios): the number of equal weights with this variance.
+    """Return (sum w)^2 / sum w^2: the number of equally weighted samples with the same variance.
 
-    log_ratios: any shape -> scalar between 1 and the number of elements; 0 if there are no elements or all weights are 0. The
-    computation uses logarithms in fp64, so that no ratio overflows.
+    The weights are w = r^alpha with r = exp(log_ratios). The computation uses logarithms in fp64, so that no ratio overflows.
+    log_ratios: any shape -> scalar between 1 and the number of elements; 0 if there are no elements or all weights are 0.
     """
     exponents = torch.where(log_ratios == -torch.inf, -torch.inf, alpha * log_ratios.detach().double()).flatten()
     if not exponents.numel():

@@ -95,10 +95,10 @@ class AdaptiveController:
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> float:
-        """Update the value by the KL measured over `samples` samples, and return the new value.
+        """Update the value with the KL measured over `samples` samples, and return the new value.
 
-        Errors: ValueError if the KL is not finite, if `samples` is below 0, or if it is five horizons or more. Each horizon can
-        lower the coefficient by 20 %, so after five horizons it would be 0.
+        Errors: ValueError if the KL is not finite, or if `samples` is below 0 or at least 5 x horizon. An update over five
+        horizons could lower the value by 5 x 20 %, to 0.
         """
         if not math.isfinite(kl):
             raise ValueError(f"kl = {kl}: must be a finite number")

@@ -240,12 +240,14 @@ def plackett_luce(scores: Tensor, group_ids: Tensor, ranks: Tensor, *, top: int 
     """Return the mean over groups of the negative log probability of their ranking, a scalar.
 
     Source: Plackett 1975; ListMLE, Xia et al. 2008. The model draws the best response with the probabilities
-    softmax(scores) of the group, then the next response in the same way from the remaining ones, and so on. The loss of a
-    group is the sum over its responses i of log(sum over the pool of i of exp(s_j)) - s_i. The pool of i contains all
-    responses of the group whose rank is not better than the rank of i: i itself, all worse ones, and all that are tied
-    with i. Tied responses share one pool, and none of them is placed before another (Breslow 1974). Their terms are smallest
-    if their scores are equal; a group that contains only ties therefore asks for equal scores. A group of one response has
-    the term 0 and is included in the mean.
+    softmax(scores) of the group, then the next response in the same way from the remaining ones, and so on. The pool P_i
+    of a response i contains all responses of the group whose rank is not better than the rank of i: i itself, all worse
+    ones, and all that are tied with i. The loss of a group is the sum over its responses i of
+    log(sum over j in P_i of exp(s_j)) - s_i.
+
+    Tied responses share one pool, and none of them is placed before another (Breslow 1974). Their terms are smallest if
+    their scores are equal, so a group of ties alone is trained toward equal scores. A group of one response has the term 0 and
+    is included in the mean.
 
     top: count only the first `top` places, that is, responses for which fewer than `top` others of the group are better.
     top = 1 is ListNet (Cao et al. 2007) with all probability on the best response. For two responses that are not tied the

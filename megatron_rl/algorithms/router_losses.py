@@ -11,8 +11,8 @@ def load_balancing_terms(scores: Tensor, loads: Tensor) -> Tensor:
 
     Source: Fedus et al. 2021, arXiv 2101.03961, eq. 4. With E experts, a token's scores p (their sum is 1) and each expert's
     share f of the load, the term is E x the sum over experts of f p. The loss is the mean over the tokens from which the loads
-    were counted. It is 1 if all experts have the same load or the same score, and E if one expert has everything. Only `scores`
-    get a gradient.
+    were counted. This loss is 1 if all experts have the same load or the same score, and E if one expert has the whole load and
+    score. Only `scores` get a gradient.
 
     scores: [T, E]; loads: [E], how often each expert was chosen over all tokens, on all ranks. If all loads are 0, the terms
     are 0.

@@ -13,7 +13,7 @@ from megatron_rl.config import PruningConfig, SamplingConfig
 from megatron_rl.errors import UserError
 
 MOST_KEPT = 4096
-"""Largest top_k for which SGLang can return the kept tokens (its option return_sampling_mask)."""
+"""Largest top_k for which SGLang can return the tokens that its sampler kept (option return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
 """Largest number of kept tokens that SGLang returns. It keeps all ties at the threshold; a larger set fails the request."""
 _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
@@ -26,7 +26,9 @@ their effect."""
 class SamplingSupport:
     """Temperature and truncation of sampling, used for the log-probs of both the engine and the trainer.
 
-    Engine and trainer always compute log-probs over the same kind of renormalized support: no truncation: the whole vocabulary.
+    Engine and trainer always compute log-probs over the same kind of renormalized support:
+
+    no truncation: the whole vocabulary.
     min_p (pruning.rho): the tokens whose probability is at least min_p times the largest one (Li et al., def. 5.1). Engine and
     trainer each use their own probabilities and renormalize over their own set (def. 5.2). The engine's set may be smaller
     (engine_min_p: pruning.engine_rho). The ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the

@@ -23,7 +23,8 @@ from megatron_rl.servers.server import RolloutServer
 from megatron_rl.tasks import Prompt
 
 ATTEMPTS = 8
-"""Number of attempts to retract requests during sampling, which releases their cache. The requests may end before that."""
+"""Number of attempts to retract requests during sampling, which releases their cache. An attempt fails if the requests end
+before the retraction."""
 POLL_S = 0.002
 """Seconds between two checks of the folder for new recordings."""
 

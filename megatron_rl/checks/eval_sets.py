@@ -90,7 +90,10 @@ def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
 
 
 def question(prompt: Prompt, template: str) -> str:
-    """Return the question of a prompt: its text without data.template, or the conversation. It identifies equal prompts."""
+    """Return the question of a prompt: its text without data.template, or the conversation.
+
+    Equal prompts have equal questions.
+    """
     text = prompt.identity
     if text != prompt.text:
         return text

@@ -70,10 +70,10 @@ def as_dict(
 ) -> dict[str, Any]:
     """Return the fields that `--json` prints; all sizes are in bytes.
 
-    micro_batches: largest number of micro-batches of an update on a data-parallel rank. pipeline_bubble: share of the time in
-    an update's passes in which a pipeline stage waits. per_gpu: memory of the pipeline stage that needs most. Its total is the
-    resident memory plus the largest of `phases`, which follow one another and share memory. fits: True if training fits.
-    server: one GPU of a server of rollout.server with that much memory.
+    micro_batches: largest number of micro-batches of an update on a data-parallel rank. pipeline_bubble: share of the time of
+    an update's forward and backward passes in which a pipeline stage waits. per_gpu: memory of the pipeline stage that needs
+    most. Its total is the resident memory plus the largest of `phases`, which follow one another and share memory. fits: True
+    if training fits. server: memory use of a server that the trainer starts (rollout.server), on a GPU of the same size.
     """
     usage, shape = found.usage, Shape.from_config(hf_config)
     helps = remedies(config, hf_config, found, usage.largest, run=run)

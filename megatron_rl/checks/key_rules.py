@@ -431,6 +431,7 @@ MEMORY = (
         " overlap_param_gather: false",
     ),
 )
-"""Rules for settings that save optimizer or gradient memory but cannot work with other keys, or on this machine.
+"""Rules for settings that save optimizer or gradient memory, but that some other keys or this machine exclude.
 
-The external fact `machine` is None if the machine is not known yet."""
+The external fact `machine` is None if the machine is not known yet.
+"""

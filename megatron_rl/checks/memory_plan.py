@@ -65,13 +65,15 @@ RESERVE = 3 * GB
 ASLEEP = 2 * GB
 """Bytes that a sleeping colocated server keeps, namely its CUDA context and graphs: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
-"""Number of sequences per prompt in one update, for kinds of runs that train on data. Comparisons count as pairs."""
+"""Number of sequences per prompt in one update, for kinds of runs that train on data. All preferences are assumed to be
+pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """Number of GPUs in a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
-"""Number of buffers of VP2O's transform (with its solution), each of the size of a layer's output projections in fp32."""
+"""Number of buffers of VP2O's transform, the one of its solution included. Each has the size of a layer's output projections in
+fp32."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Estimate:
     micro_batches: int
     """Largest number of micro-batches of an update on a data-parallel rank, with all responses at their largest length."""
     bubble: float
-    """Share of time in which a pipeline stage waits, with that many micro-batches. It is larger with fewer micro-batches."""
+    """Share of time in which a pipeline stage waits, for `micro_batches`. With fewer micro-batches, the share is larger."""
 
     def fits(self, memory: int) -> bool:
         """Return whether the run fits into `memory` bytes on each GPU."""
@@ -302,9 +304,10 @@ def _master_width(opt: OptimizerConfig) -> int:
 
 
 def host_bytes(opt: OptimizerConfig, parallel: ParallelConfig, trained: list[list[Weight]], gpus: int) -> int:
-    """Return the largest process's bytes of optimizer data in host memory (optimizer.cpu_offload).
+    """Return the bytes of optimizer data in host memory (optimizer.cpu_offload), for the process that stores most.
 
-    The data are its share of fp32 weights, moments and gradients. trained: the trained weights of each pipeline stage.
+    The data are the process's share of fp32 weights, moments and gradients. trained: the trained weights of each pipeline
+    stage.
     """
     width = _master_width(opt) + 4  # plus the gradients
     return int(width * opt.cpu_offload * max(sharded(parallel, weights, gpus) for weights in trained))
@@ -322,7 +325,7 @@ def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """Number of tokens on one context-parallel rank, before sequence parallelism splits them."""
+    """Sizes of a step on one data-parallel rank. Tokens: on one context-parallel rank, before sequence parallelism."""
 
     responses: int
     """Number of responses of the whole step."""
@@ -493,8 +496,9 @@ def save_cost(
 ) -> dict[str, int]:
     """Return a checkpoint's bytes in host memory and on disk. It contains weights, fp32 weights and both moments.
 
-    Ranks share the writing, and each rank copies from its GPU what it writes. The optimizer state that optimizer.cpu_offload
-    keeps in host memory is written from there. train: precision.train; trained: the trained weights of each pipeline stage.
+    Each rank writes a share, and first copies this share from its GPU to host memory. The optimizer state that
+    optimizer.cpu_offload stores in host memory needs no copy. train: precision.train; trained: the trained weights of each
+    pipeline stage.
     """
     width, master = TRAIN[train].width, _master_width(opt)
     shared = replace(parallel, distributed_optimizer=True)

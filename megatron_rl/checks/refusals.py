@@ -77,7 +77,7 @@ def refuse_idle(config: Config, kind: Kind, under: str = "") -> None:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Append the subject of the check (such as the critic) to a UserError, because its keys have the policy's names."""
+    """Append the subject of the check (such as the critic) to a UserError, because it has the policy's key names."""
     try:
         yield
     except UserError as error:

@@ -1,7 +1,7 @@
 """Removes experts, inner channels, groups of heads or whole layers from the model in a Hugging Face folder.
 
-The module works on files only: it reads, cuts and writes tensors one by one, and adapts config.json. The model's family tells
-which dimension of a tensor consists of heads, channels or experts (`models.families`).
+The module works on files only: it reads, cuts and writes tensors one by one, and adapts config.json. The model's family
+determines which dimension of a tensor consists of heads, channels or experts (`models.families`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sizes:
 
 
 def remove_parts(source: Path, out: Path, kept: Kept, sizes: Sizes) -> None:
-    """Write the model of `source` with only the kept components. `out` gets its name when it is complete.
+    """Write the model of `source` with only the kept components. An incomplete folder is never named `out`.
 
     Errors: UserError for an unknown tensor, or a folder that cannot be written.
     """

@@ -23,14 +23,14 @@ class KLConfig:
     """Estimator of the KL divergence of a token, for placement `loss`. With placement `reward` the estimator is always
     k1, log policy - log reference."""
     placement: Annotated[Literal["loss", "reward"], only_with(".coefficient", example=0.05)] = "loss"
-    """`loss`: add the KL as a term of the loss. `reward`: subtract the KL from rewards. The subtraction is at each
-    token if advantages are computed token by token (gae, reinforce_plus_plus, reinforce_plus_plus_baseline), else from
-    the reward of the whole response."""
+    """`loss`: add the KL as a term of the loss. `reward`: subtract the KL from rewards. With advantages that are computed token
+    by token (gae, reinforce_plus_plus, reinforce_plus_plus_baseline), each token's KL is subtracted from the reward of this
+    token. With all others, the KL of the whole response is subtracted from the reward of the response."""
     target: Annotated[PositiveFloat | None, only_with(".coefficient", example=0.1)] = None
-    """Target of the KL divergence from the reference model, in nats per token. A controller adapts the coefficient to
-    reach this target (Ziegler et al. 2019). After each step, the controller changes the coefficient by at most 20 % x
-    responses / horizon. It compares the target with the KL of the sampling policy on its own samples (metric
-    kl/sampled). null: the coefficient is fixed."""
+    """Target of the KL divergence from the reference model, in nats per token. A controller adapts the coefficient to reach
+    this target (Ziegler et al. 2019). After each step, the controller changes the coefficient by at most 20 % x responses /
+    horizon. The controller compares the target with the KL of the sampling policy on its own samples (metric kl/sampled). null:
+    the coefficient is fixed."""
     horizon: Annotated[Positive, only_with(".target", example=0.1)] = 10_000
     """Number of responses over which the controller of `target` changes the coefficient by at most 20 %."""
     reference: Annotated[str | None, only_with(".coefficient", example=0.05)] = None
@@ -55,7 +55,8 @@ class AlgorithmConfig:
     gamma: Annotated[Fraction, only_with(".advantage", *OF_TOKENS)] = 1.0
     """Discount factor per token of later rewards, for advantages that are computed token by token."""
     lam: Annotated[Fraction, only_with(".advantage", "gae")] = 0.95
-    """gae: lambda, from 0 (the reward of one token and the value of the next token) to 1 (all later rewards)."""
+    """gae: lambda. At 0, the return of a token is estimated from its reward and the value of the next token; at 1, from all
+    later rewards."""
     bootstrap_truncated: Annotated[bool, only_with(".advantage", "gae")] = True
     """gae: treatment of a response that a limit cut off. true: the critic's value after the last token replaces the
     score, as an estimate of the rewards that the missing tokens would bring (the reward part `overlong` still counts).
@@ -64,8 +65,7 @@ class AlgorithmConfig:
     """true: scale advantages to mean 0 and standard deviation 1 over all tokens of a step. false: leave them unscaled.
     null: scale only advantages that are computed token by token."""
     advantage_clip: PositiveFloat | None = None
-    """Largest absolute value of an advantage. This clip comes after all other operations on advantages. null: no
-    limit."""
+    """Largest absolute value of an advantage. The clip is the last operation on advantages. null: no limit."""
     tilt_temperature: Annotated[PositiveFloat, only_with(".advantage", "tilt")] = 1.0
     """tilt: temperature beta of the weights exp(r / beta), with r the reward. A smaller value gives more weight to the
     best response."""
@@ -96,8 +96,8 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus: the loss is reduced by entropy_coefficient x the policy's entropy."""
     entropy_reward: NonNegativeFloat = 0.0
-    """Maximum-entropy RL: add entropy_reward x -log probability to the reward of each token. This reward also raises
-    the value of states with many possible continuations; entropy_coefficient looks at each token alone."""
+    """Maximum-entropy RL: add entropy_reward x -log probability to the reward of each token. This reward also raises the value
+    of states with many possible continuations; entropy_coefficient considers each token alone."""
     on_policy: bool = False
     """Guarantee that each update trains the very policy that sampled the responses. The run stops before an update if a
     response, a server or the trainer has other weights than those pushed last. It also stops if the ratio in the loss
@@ -202,9 +202,9 @@ class DistillationConfig:
     api_key: Secret | None = None
     """Reference to the API key of the teacher's server: env:NAME or file:PATH."""
     recorded: bool = False
-    """Learn from the teacher's log-probs that are recorded in the demonstrations
-    (rollout.demonstrations.top_log_probs). No teacher runs. The loss is the divergence over the recorded tokens plus
-    one class for all other tokens. Only for sft, with direction `forward` or `reverse`."""
+    """Learn from the teacher's log-probs that are recorded in the demonstrations (rollout.demonstrations.top_log_probs). No
+    teacher runs. The loss is a divergence whose classes are the recorded tokens and one class for all other tokens. Only for
+    sft, with direction `forward` or `reverse`."""
     placement: Literal["loss", "advantage"] = "loss"
     """`loss`: add a term to the loss, the divergence between the whole distributions of teacher and model at each
     token, computed in chunks. `advantage` (train only): add log teacher - log policy of each sampled token to the
@@ -308,9 +308,10 @@ class RoutingConfig:
     """Loss of the predictors. `kl`: KL divergence from the current router; `delta`: squared error of the change in the
     router's logits."""
     predictor_horizon: Literal["constant", "scaled"] = "scaled"
-    """Distance that predictors look ahead. `constant` (the Pr2 paper): one bias for all updates of a rollout batch;
-    `scaled`: a bias proportional to the number of earlier updates of the rollout batch. It is 0 for the first update
-    and has the same average. SGLang's predictor (pr3) always looks ahead by the average."""
+    """Size of the bias by which a predictor changes the router's logits. `constant` (the Pr2 paper): the same bias for all
+    updates of a rollout batch; `scaled`: a bias proportional to the number of earlier updates of the rollout batch. The scaled
+    bias is 0 for the first update and has the same average as the constant bias. SGLang's predictor (pr3) always uses the
+    average bias."""
     predictor_lr_multiplier: PositiveFloat = 0.1
     """Learning rate of the predictors, as a multiple of optimizer.lr."""
     predictor_decay: Fraction = 0.01
@@ -343,9 +344,9 @@ class VP2OConfig:
     experts; `soft`: the mean product of their probabilities in the router's distribution over all experts. `soft` also
     distinguishes experts that are never active on the same token."""
     neighbors: Annotated[Positive | None, not_with(".attract_above")] = None
-    """Attraction: number of experts whose gradients an expert follows: the expert itself and the experts most often
-    active on the same tokens. 1: only its own gradient. By default a quarter of the experts, at least 2 and at most 4
-    (1 if there are fewer than 4 experts)."""
+    """Attraction: number of experts whose gradients an expert follows. They are the expert itself and the experts that are most
+    often active on the same tokens. 1: only its own gradient. By default a quarter of the experts, at least 2 and at most 4 (1
+    if there are fewer than 4 experts)."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
     """Instead of neighbors: an expert follows all experts that are active together with it on at least this fraction of
     tokens."""
@@ -353,8 +354,8 @@ class VP2OConfig:
     """Weights of the neighbors' gradients. `kernel`: kernel value / number of neighbors, as in the paper; these weights
     scale with 1 / temperature. `mean`: positive kernel values divided by their sum; the temperature has no effect."""
     inactive_neighbors: Annotated[Positive | None, not_with(".repel_below")] = None
-    """Repulsion: number of experts from whose prototypes an expert's prototype is pushed away: the experts most rarely
-    active on the same tokens. By default a quarter of the experts, at least 1 and at most 4."""
+    """Repulsion: number of experts from whose prototypes an expert's prototype is pushed away. They are the experts that are
+    most rarely active on the same tokens. By default a quarter of the experts, at least 1 and at most 4."""
     repel_below: Fraction | None = None
     """Instead of inactive_neighbors: an expert is pushed away from all experts that are active together with it on at
     most this fraction of tokens."""

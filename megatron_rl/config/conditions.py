@@ -25,10 +25,10 @@ class ReadBy:
 class Condition:
     """A condition on other keys, without which a key is not read.
 
-    keys: dotted names from the root; a name that begins with a dot is in the same section. At least one of these keys
-    must be set. values: allowed values of the first key; empty: any value except its default. excluded: invert the
-    condition: the key must not have these values, or must have its default if `values` is empty. example: a value for
-    the remedy in the message.
+    keys: dotted names from the root; a name that begins with a dot is in the same section. At least one of these keys must be
+    set. values: allowed values of the first key; empty: any value except its default. excluded: True inverts the condition. The
+    key must then not have these values, or must have its default if `values` is empty. example: a value for the remedy in the
+    message.
     """
 
     keys: tuple[str, ...]
@@ -136,7 +136,7 @@ def unread(config: Any, command: str) -> list[str]:
 
 
 def idle(config: Any, command: str, under: str = "") -> str | None:
-    """Return why the first key below `under` that `command` reads has no effect, with the remedy; None if there is none.
+    """Find the first key below `under` that `command` reads but that has no effect. Return the reason and the remedy, or None.
 
     Only keys that differ from their defaults count.
     """

@@ -237,7 +237,7 @@ class RewardsConfig:
 class EvalSetConfig:
     """One entry of eval.sets. A key that is not set takes its value from the section data.
 
-    In a set with another task than the section data, such a key takes its default in that section instead.
+    If the set's task differs from data.task, such a key has the default of the section data instead.
     """
 
     path: str | None = None

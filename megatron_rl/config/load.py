@@ -200,9 +200,9 @@ _NULL = ("null", "~", "")
 def _parse_value(text: str, kind: Any) -> Any:
     """Read a value of the command line. kind: type of the key; None for keys that a task or a tool defines itself.
 
-    For a key of type text, the value is exactly the typed text; null means none if the key may be none. A list of texts
-    is YAML in brackets, or a,b. All other values are YAML. For a key that a task or tool defines, the value is also the
-    typed text if YAML reads it as a text.
+    For a key of type text, the value is exactly the typed text; null means None if the key allows None. A list of texts is YAML
+    in brackets, or a,b. All other values are YAML. For a key that a task or tool defines, a value that YAML reads as a text is
+    used exactly as typed.
     """
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in kinds and text in _NULL:
@@ -253,9 +253,8 @@ def _set(tree: dict, key: str, value: Any) -> None:
 def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
     """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` describes the values.
 
-    onto: content of the config file, whose values the command line overrides: {} empties a mapping, and keys below a
-    mapping add to it. If a key occurs twice, the last value counts. Scripts can therefore set defaults that their
-    caller may override.
+    onto: content of the config file, whose values the command line overrides: {} empties a mapping, and keys below a mapping
+    add to it. If a key occurs twice, the last value is used. Scripts can therefore set defaults that their caller may override.
     """
     tree = copy.deepcopy(onto or {})
     items = iter(arguments)
@@ -376,8 +375,7 @@ FREE = ("steps", "runs_dir", "name")
 def changed_keys(file: Path, now: str) -> list[str]:
     """Return 'optimizer.lr: 1e-05 -> 2e-05' for each key that differs between a config.yaml and the new config (as YAML).
 
-    A key that only one of the two has is 'absent' in the other. If the file is missing or not YAML, the result is
-    empty.
+    A key that is missing in one of them has the value 'absent' there. If the file is missing or not YAML, the result is empty.
     """
     try:
         before = yaml.safe_load(file.read_text())

@@ -89,8 +89,8 @@ class OptimizerConfig:
     """The optimizer, its learning rate schedule, and the memory that holds its state."""
 
     name: Literal["adam", "sgd"] = "adam"
-    """Optimizer. `adam`: AdamW (Loshchilov and Hutter 2019). `sgd`: stochastic gradient descent with momentum, as in
-    torch. sgd keeps one number per weight instead of two. Megatron does not shard the state of sgd, so sgd needs
+    """Optimizer. `adam`: AdamW (Loshchilov and Hutter 2019). `sgd`: stochastic gradient descent with momentum, as in torch. The
+    optimizer state of sgd has one number per weight instead of two. Megatron does not shard this state, so sgd needs
     parallel.distributed_optimizer: false."""
     lr: PositiveFloat = 1e-6
     """Learning rate after the warmup."""
@@ -124,7 +124,8 @@ class OptimizerConfig:
     """Use Transformer Engine's Adam, which stores only those 16 bits of each fp32 weight that the bf16 weight lacks.
     Results are the same; the state takes 10 bytes per parameter instead of 12."""
     moments: Annotated[Literal["fp32", "bf16"], only_with(".name", "adam"), only_with(".precision_aware")] = "fp32"
-    """Format of both moments of Adam. `bf16` needs precision_aware and reduces its 10 bytes per parameter to 6."""
+    """Format of both moments of Adam. `bf16` needs precision_aware, and reduces the optimizer state from 10 to 6 bytes per
+    parameter."""
 
 
 @section

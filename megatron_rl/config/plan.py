@@ -52,8 +52,8 @@ class Plan:
     model_parallel: int
     """Number of processes that hold one copy of the model: tensor x pipeline x context."""
     trajectories_per_leader: int
-    """Number of responses that the leader of a data-parallel rank asks for in one step, rounded down. Some leaders ask
-    for one more."""
+    """Number of responses that the leader of a data-parallel rank requests in one step, rounded down. Some leaders request one
+    more."""
     trajectories_per_step: int
     trajectories_per_update: int
     """Number of trajectories of one update, over all ranks."""

@@ -37,8 +37,8 @@ class ServerConfig:
     start_timeout_s: PositiveFloat = 300.0
     """Longest wait, in seconds, for a server to start, fall asleep or wake up."""
     count: Positive | None = None
-    """Number of servers to start. By default one server for each `tensor` GPUs that are available to servers, and one
-    server on a machine without a GPU."""
+    """Number of servers to start. By default the number of GPUs that are available to servers, divided by `tensor`. On a
+    machine without a GPU, the default is one server."""
     tensor: Positive = 1
     """Number of GPUs of one server (tensor parallelism). Servers use the GPUs of this machine that the trainer's
     processes leave free, or share the trainer's GPUs (rollout.colocate)."""
@@ -85,11 +85,11 @@ class DynamicSamplingConfig:
     """
 
     max_rounds: Count = 0
-    """Largest number of rounds in which a step asks for prompts. After the last round, groups of equal rewards fill the
-    step up to batch.prompts_per_step. 0: keep all groups, no dynamic sampling. DAPO's recipe: 10."""
+    """Largest number of sampling rounds of a step. After the last round, groups of equal rewards fill the step up to
+    batch.prompts_per_step. 0: keep all groups, no dynamic sampling. DAPO's recipe: 10."""
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
-    """Number of prompts to ask for in a round, as a multiple of the prompts that the step still needs. Surplus groups
-    are dropped. A larger value saves rounds."""
+    """Number of prompts to sample in a round, as a multiple of the prompts that the step still needs. Surplus groups are
+    dropped. A larger value saves rounds."""
 
 
 @section
@@ -121,10 +121,9 @@ class RolloutConfig:
         DynamicSamplingConfig()
     )
     over_sample_rate: NonNegativeFloat = 0.0
-    """Share of additional prompts: a step asks for (1 + over_sample_rate) times its prompts, uses the groups that
-    complete first, and aborts all others. The step then does not wait for stragglers (verl's over_sample_rate; Pr2's
-    recipe: 0.1). Short responses are favored; the metrics rollout/aborted, rollout/dropped and rollout/aborted_length
-    show by how much."""
+    """Share of additional prompts: a step samples (1 + over_sample_rate) times its prompts, uses the groups that complete
+    first, and aborts all others. The step then does not wait for stragglers (verl's over_sample_rate; Pr2's recipe: 0.1). Short
+    responses are favored; the metrics rollout/aborted, rollout/dropped and rollout/aborted_length show by how much."""
     max_new_tokens: Annotated[Positive, read_by(*LEARNING, "sample")] = 1024
     """Largest number of tokens of a response."""
     context_length: Annotated[int, Field(ge=2), read_by(*LEARNING, "sample")] = 4096

@@ -1,4 +1,7 @@
-"""Memory and work of routing replay and prediction, computed from shapes. The memory plan uses it without torch."""
+"""Memory and floating-point operations of routing replay and prediction, computed from shapes.
+
+The memory plan uses this module without torch.
+"""
 
 from typing import NamedTuple
 
@@ -22,7 +25,7 @@ class CacheCost(NamedTuple):
 def cache_cost(
     layers: int, hidden: int, experts: int, topk: int, tokens: int, cached_tokens: int, *, index_bytes: int = 4
 ) -> CacheCost:
-    """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, work 2 L d E per token.
+    """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, 2 L d E operations per token.
 
     layers: L, number of layers with experts. hidden: d. experts: E. topk: k. tokens: T, of one response. cached_tokens:
     C, of one response. index_bytes: b, bytes of one expert id: 4 in the paper (int32), 1 in this package (2 from 256

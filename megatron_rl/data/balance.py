@@ -34,7 +34,7 @@ def partition(sizes: list[int], count: int) -> list[list[int]]:
 
 
 def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
-    """Return the indices of a step's sequences as a list for each update of a list for each rank.
+    """Plan a step: result[update][rank] holds the indices of the sequences that the rank trains on in the update.
 
     Each update gets a contiguous part of the sequences, independent of the number of ranks. The ranks of an update get about
     equal numbers of tokens.
@@ -48,9 +48,9 @@ def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[i
 def redistribute[S: Sequence](samples: list[S], updates: int, ranks: Ranks) -> list[list[S]]:
     """Return, for each update, the sequences that this data-parallel rank trains on. Collective over all processes.
 
-    samples: a leader's own sequences; the samples of other processes are ignored. The step's sequences are the samples of all
-    leaders, in the order of ranks. A sequence is sent from leader to leader, and then to the other processes of the model's
-    copy.
+    samples: this process's sequences, if it is the leader of its copy of the model; ignored in other processes. The step's
+    sequences are the samples of all leaders, in the order of ranks. A sequence is sent from leader to leader, and then to the
+    other processes of the model's copy.
     """
     mine = samples if ranks.is_leader else []
     parts = ranks.gather_from_leaders([sample.inputs for sample in mine])

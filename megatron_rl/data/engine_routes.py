@@ -29,7 +29,8 @@ from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
 """Integer types in replies; the last one is only for models with more than 256 experts. A reply of a wrong model may have
-four-byte integers and the length of shorter ones. Their zero bytes would then name an expert twice, which `decode` refuses."""
+four-byte integers, but the length of a table of shorter integers. Read as shorter integers, the zero bytes name an expert
+twice, which `decode` refuses."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class EngineFeatures:
 
     @property
     def logits_alone(self) -> EngineFeatures:
-        """The same sizes without hidden states. Logits are enough to compare routers if no predictor is trained."""
+        """Sizes of the features without hidden states. Logits are enough to compare routers if no predictor is trained."""
         return replace(self, hidden=0)
 
     @property
@@ -201,13 +202,14 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
     """Join the tables of a conversation's turns, each with new rows only, to one table [sum of rows, moe_layers, topk].
 
     turns: (table, version of the weights of the turn's last token). version: the weights whose routes are wanted. A turn with
-    other weights, from before a weight sync, becomes sentinels.
+    other weights, from before a weight sync, gets sentinels instead of its routes.
 
-    Turn t asks the server for rows from routes_start on, the number of rows in the earlier tables. That is one less than the
-    number of tokens in the conversation so far: the last token of a response gets its route only as an input of the next turn.
-    After a known weight sync, a turn asks with routes_start = 0, and its table is used alone (`Conversation`). The rows of
-    earlier turns are then the ones under which the later turns were sampled. Log-probs of earlier turns still belong to the
-    weights that sampled them, as in a response that a weight sync interrupted (see the module's docstring).
+    A turn's request sets routes_start to the number of rows in the earlier tables, and the server sends only the rows after
+    them. This number is one less than the number of tokens in the conversation so far: the last token of a response gets its
+    route only as an input of the next turn. After a known weight sync, the request sets routes_start to 0, and the turn's table
+    is used alone (`Conversation`). Its rows for earlier turns are then the routes under which the later turns were sampled.
+    Log-probs of earlier turns still belong to the weights that sampled them, as in a response that a weight sync interrupted
+    (see the module's docstring).
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 
@@ -220,16 +222,16 @@ def join_gates(turns: Sequence[tuple[np.ndarray, str]], version: str) -> np.ndar
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
     """Return True if the last response token, and so the whole table, is known to come from weights `version`.
 
-    The module's docstring explains why. A response without tokens returns False.
+    The module's docstring explains why the last token is enough. The result is False for a response without tokens.
     """
     last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
     return last is not None and last.end > last.start and last.version == version
 
 
 def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
-    """Delete a trajectory's routes, gates and features unless `fresh` (they come from the trainer's current weights).
+    """Delete a trajectory's routes, gates and features if they are not from the trainer's current weights.
 
-    In a fresh trajectory, delete only the features from earlier weights.
+    fresh: the routes and gates are from the current weights. In this case, delete only the features from earlier weights.
     """
     if trajectory.routes is None:
         return

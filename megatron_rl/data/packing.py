@@ -71,10 +71,11 @@ class Batch:
     position_ids: torch.Tensor
     """Positions in the sequence, counted from 0, [1, T] int64."""
     labels: torch.Tensor
-    """Token ids to predict, [T] int64. IGNORED outside of responses and at labels that do not count; the head skips these
-    rows."""
+    """Token ids to predict, [T] int64. IGNORED outside of responses and at labels that the loss does not use; the head skips
+    these rows."""
     label_rows: torch.Tensor
-    """Rows of the labels that are not ignored, [n] int64. They are stored, because a search on a GPU would block the host."""
+    """Rows of the labels that are not ignored, [n] int64. They are stored, because searching for them on a GPU would block the
+    host."""
     fields: dict[str, torch.Tensor]
     """Values of each label, [T], by a name in `data.sequence.FIELDS`. A pass over the batch adds its results here, on the
     pipeline stage that computes them."""
@@ -87,7 +88,7 @@ class Batch:
     """Borders of the sequences for attention, and the positions of this rank's tokens."""
     max_seqlen: int
     sequence_lengths: torch.Tensor
-    """Number of counted labels of each whole sequence, [S] float32."""
+    """Number of labels that the loss uses in each whole sequence, [S] float32."""
     samples: list[int]
     """Index of each of the S sequences in the list that was packed."""
     inputs: int
@@ -95,13 +96,14 @@ class Batch:
     kept: KeptTokens | None = None
     """Set of tokens that the sampler kept, for each of the T tokens; None if the sampler did not truncate."""
     routes: RouteTable | None = None
-    """Routes of the tokens that this process's routers see (a shard of T with sequence parallelism); None for a dense model."""
+    """Routes of the tokens that this process's routers process (a shard of T with sequence parallelism); None for a dense
+    model."""
     without_route: int = 0
     """Number of tokens on this context-parallel rank whose routes the engine did not report."""
     teacher_hidden: torch.Tensor | None = None
     """Last hidden states of the teacher at label_rows, [n, hidden of the teacher], on the pipeline stage with the head."""
     teacher_layers: dict[int, torch.Tensor] = field(default_factory=dict)
-    """{layer of the teacher: its outputs [m, hidden]} at the m counted labels in this process's shard of T."""
+    """{layer of the teacher: its outputs [m, hidden]} at the m labels that the loss uses in this process's shard of T."""
     top_token_ids: torch.Tensor | None = None
     """Recorded most likely tokens of a teacher at label_rows, [n, k] int32, -1 if missing; None if no sequence has any."""
     top_log_probs: torch.Tensor | None = None
@@ -113,7 +115,7 @@ class Batch:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Labels that count in the loss, [T] bool."""
+        """True for labels that the loss uses, [T] bool."""
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
@@ -349,7 +351,7 @@ def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
     """Return the engine's router features of each sequence, for training a predictor.
 
     A predictor needs hidden states and logits from the same forward pass. If any sequence has hidden states, sequences that
-    have only logits get None: hidden states of the trainer's own pass would not fit the engine's logits.
+    have only logits get None: the trainer's own hidden states would not match the engine's logits.
     """
     found = [sample.features for sample in samples]
     whole = any(f is not None and f.hidden.shape[-1] for f in found)
@@ -357,7 +359,10 @@ def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
 
 
 def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
-    """Return the positions in [start, end) that this context-parallel rank r holds: chunks r and 2c-1-r of 2c (zigzag)."""
+    """Return the positions in [start, end) that this context-parallel rank holds.
+
+    Rank r of c ranks holds chunks r and 2c-1-r of 2c chunks (zigzag).
+    """
     if layout.context == 1:
         return np.arange(start, end)
     chunks = np.split(np.arange(start, end), 2 * layout.context)

@@ -109,8 +109,8 @@ class Sequence:
     def cut(self, longest: int) -> list[Self]:
         """Cut the sequence into pieces of at most `longest` tokens. `longest` must exceed 1 and the length of the prompt.
 
-        Each piece begins with the last token of the previous piece, so that every label belongs to exactly one piece. Only
-        tokens and fields are cut.
+        Each piece begins with the last token of the previous piece, so that every label belongs to exactly one piece. The
+        pieces have only tokens and fields.
         """
         pieces, start, prompt = [], 0, self.prompt_length
         while start + prompt < len(self.tokens):

@@ -60,8 +60,8 @@ class Parsed:
 class Dialect:
     """A model's format of conversations for one tokenizer. Subclasses define how calls are written and how results are shown.
 
-    The tokens of a conversation are `prompt`, then a sampled reply and an `observation` in turn. Sampled tokens are never
-    rendered again, so earlier thinking stays even if the template would remove it.
+    The tokens of a conversation are the `prompt`, followed by sampled replies and `observation`s in turn. Sampled tokens are
+    never rendered again, so earlier thinking stays even if the template would remove it.
     """
 
     instruction: str = ""
@@ -82,7 +82,7 @@ class Dialect:
 
     @cached_property
     def beside(self) -> tuple[Self, ThreadPoolExecutor]:
-        """Copy with its own tokenizer, and the only thread that may use it, because tokenizers are not thread-safe."""
+        """Copy of the dialect with its own tokenizer, and the only thread that may use it: tokenizers are not thread-safe."""
         return copy.deepcopy(self), ThreadPoolExecutor(1, "texts")
 
     # -- definitions of each dialect ------------------------------------------------------------------------------------

@@ -347,7 +347,7 @@ def _to(message: Spoken) -> str | None:
 
 
 def _named(recipient: str) -> str | None:
-    """Return the name of the tool that a recipient stands for; None if the recipient is malformed, such as two channels."""
+    """Return the name of the tool that a recipient stands for; None for a malformed one, for example with a special token."""
     if any(mark in recipient for mark in MARKS):
         return None
     namespace, _, name = recipient.partition(".")
@@ -397,8 +397,8 @@ def _recipient(tool: str) -> str:
 def _author(tool: str | None, asked: list[tuple[str, str]]) -> tuple[str, str]:
     """Return (author, channel) for a tool's result, and remove the matching call from `asked`.
 
-    tool: name of the tool, or None. asked: (recipient, channel) of calls without a result yet. Without a name and a call (after
-    a reply that cannot be parsed), the author is the namespace itself.
+    tool: name of the tool, or None. asked: (recipient, channel) of calls without a result yet. If there is neither a name nor a
+    call (after a reply that cannot be parsed), the author is the namespace itself.
     """
     for place, (recipient, channel) in enumerate(asked):
         if tool in (None, _named(recipient)):

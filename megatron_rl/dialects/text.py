@@ -105,7 +105,10 @@ class Qwen(Dialect):
 
     @cached_property
     def _wraps(self) -> bool:
-        """True if the template wraps a tool's message in <tool_response> tags. Some templates raise for such a message."""
+        """True if the template wraps a tool's message in <tool_response> tags.
+
+        Some templates raise an exception for such a message.
+        """
         asked = [{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]
         try:
             return "<tool_response>" in self._template(asked)
@@ -184,7 +187,7 @@ class ReAct(Dialect):
 
     @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with tools' messages as user messages, because the templates do not describe tools here."""
+        """Return the messages. Tools' messages become user messages, because ReAct does not use the template's tool format."""
         shown = []
         for message in messages:
             if message["role"] == "tool":

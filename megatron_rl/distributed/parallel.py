@@ -94,10 +94,11 @@ class Ranks:
         return done
 
     def patiently(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Run `work`, which waits for something outside (such as servers), on every process. Return a function for its result.
+        """Run `work` on every process. Return a function that returns its result.
 
-        The work runs in a thread, while the processes exchange heartbeats. So a long wait does not look like a lost process
-        (parallel.timeout_s), and a lost process is noticed within that time. Returns when all processes have finished the work.
+        The work waits for something outside of the run, such as servers. It runs in a thread, while the processes exchange
+        heartbeats. So a long wait does not look like a lost process (parallel.timeout_s), and a lost process is noticed within
+        this timeout. Returns when all processes have finished the work.
         """
         if self.world_size == 1:
             return work
@@ -262,7 +263,7 @@ def shutdown() -> None:
 class Interrupt:
     """Request to stop. Trainers check it between passes and, without a pipeline, between micro-batches.
 
-    All processes check equally often. Each check returns the result of the check before, so that no process waits.
+    All processes check equally often. Each check returns the result of the previous check, so that no process waits.
     """
 
     def __init__(self, ranks: Ranks, asked: Callable[[], bool], *, deep: bool) -> None:

@@ -20,8 +20,8 @@ FEWEST = 32
 class AgreementFloor(UpdateHook):
     """Stops the run if too few of an update's tokens, or of a layer's expert choices, agree with the engine.
 
-    The smallest allowed share is `floor`. With `correction.bypass`, the engine is compared with the current policy. Later
-    updates of a rollout batch have changed this policy on purpose, so they are not checked.
+    The smallest allowed share is `floor`. With `correction.bypass`, the engine is compared with the current policy, which
+    the first update of a rollout batch changes on purpose. So the later updates of the batch are not checked.
     """
 
     def __init__(self, floor: float) -> None:
@@ -30,12 +30,12 @@ class AgreementFloor(UpdateHook):
         self._bypass = self._moved = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Store which layers have routes, and if the correction is bypassed."""
+        """Store the layers that have routes, and whether the correction is bypassed."""
         self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
         self._bypass = trainer.config.correction.bypass
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Store if the policy has been updated since it sampled."""
+        """Store whether the current policy must not be compared: with the bypass, from the second update on."""
         self._moved = self._bypass and place.update > 0
 
     def check(self, metrics: Metrics) -> None:
@@ -50,8 +50,9 @@ def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -
     metrics: of an update, merged over all processes.
 
     The share of log-probs within a factor of two and the share of equal experts are both near 1 in a healthy run, also in FP8:
-    rounding changes few experts, and changes few log-probs by 0.7. Routes of unrelated tokens agree only by chance. The chance
-    is topk / experts times the unevenness of the load. For an even load this is 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral).
+    rounding changes few experts, and changes few log-probs by 0.7 (a factor of two). Routes of unrelated tokens agree only by
+    chance. With an even load, the chance is topk / experts: 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral). With an uneven load, it is
+    larger.
     """
     if CLOSE not in metrics:
         return
@@ -140,8 +141,8 @@ OLD_KL = "loss/old_kl"
 class TargetKL(UpdateHook):
     """Skips an update if its pass measures a KL above the limit, and skips all later updates of the rollout batch.
 
-    The KL is measured on the update's own tokens, before its step. (OpenAI's Spinning Up and Stable-Baselines3 also do this,
-    but stop at 1.5 times their target_kl; here the limit itself counts.) The first update of a rollout batch is always done.
+    The KL is measured on the update's own tokens, before its step. OpenAI's Spinning Up and Stable-Baselines3 do the same, but
+    stop at 1.5 times their target_kl; this hook stops at the limit itself. The first update of a rollout batch is always done.
     """
 
     def __init__(self, limit: float, updates: int) -> None:

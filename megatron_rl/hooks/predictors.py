@@ -103,7 +103,7 @@ class Predictors(UpdateHook):
     def after_step(self, step: Step) -> None:
         """Update the predictors if the policy's step was taken.
 
-        Otherwise, the cause of the skipped step may be in the router logits, from which the predictors learn.
+        If the policy's step was skipped, the router logits may be the cause. So the predictors do not learn from them.
         """
         if self._learning and step.done:
             tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
@@ -111,14 +111,15 @@ class Predictors(UpdateHook):
         self._gradients, self._learning = {}, []  # else the micro-batches would stay in memory
 
     def metrics(self) -> Metrics:
-        """Return a metric that tells if the predictors skipped the update."""
+        """Return a metric that is 1 if the predictors skipped the update, else 0."""
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
 
     def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
-        """Update the predictors with the mean gradient over the cached tokens of all processes, layer by layer. Collective.
+        """Update each layer's predictor with the mean gradient over the cached tokens of all processes. Collective.
 
-        gradients: {layer: [E, d]}, summed over this process's `tokens`. lr: the policy's current learning rate. Returns False
-        if the update was skipped, because there is no cached token or a gradient is not finite.
+        The cached tokens are `RouteTable.cached`. gradients: {layer: [E, d]}, summed over this process's `tokens`. lr: the
+        policy's current learning rate. Returns False if the update was skipped, because there is no cached token or a gradient
+        is not finite.
         """
         assert self.adam is not None
         sums = [gradients.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]

@@ -33,12 +33,12 @@ class RoutingReplay(UpdateHook):
         self.source: RouteSource = source
         self.gates, self.give_up_below = gates, give_up_below
         self._counts = False
-        """True if this process counts its tokens, so that each token counts once per copy of the model."""
+        """True if this process reports its token counts. Each token is reported by only one process of a model copy."""
         self._without_route = 0
         """Number of tokens in the current pass for which the engine returned no route."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Store if this process counts its tokens."""
+        """Store whether this process reports its token counts."""
         self._counts = trainer.reports
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:

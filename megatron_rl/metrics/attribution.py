@@ -43,7 +43,7 @@ class Attribution:
     """Number of tokens in the loss that lie in the run's safe set."""
     sequences: int
     left_out: int
-    """Number of excluded sequences, which weights of several versions sampled."""
+    """Number of sequences that are excluded, because more than one version of the weights sampled them."""
     kl: float
     """KL with the run's own log-probs, before any source is removed."""
     sources: list[Source]

@@ -56,8 +56,8 @@ def collision(
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
     """Return maj@n: the mean reward of each prompt's most frequent answer. If several are equally frequent, average them.
 
-    answers, rewards: [prompts][n]. Equal answers have equal rewards, except for truncated responses; the mean of their rewards
-    counts.
+    answers, rewards: [prompts][n]. Equal answers have equal rewards, unless some of their responses are truncated. Then the
+    mean of their rewards is used.
     """
     scores = []
     for row, row_rewards in zip(answers, rewards, strict=True):

@@ -122,7 +122,7 @@ class RunLogger:
     ) -> None:
         """Create it. resume_step: step after which the run continues; the first write removes lines of later steps.
 
-        exports: False for a command that may run at the same time as the run itself, whose Prometheus port it must not take.
+        exports: False for a command that may run at the same time as the run itself, whose Prometheus port it must not use.
         Errors: UserError if a tracker does not exist or its package is missing.
         """
         self.run_dir = Path(run_dir)

@@ -60,8 +60,8 @@ class Mismatch:
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
     """Number of tokens in each bin of d, [2 * HALF + 1]."""
     bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
-    """Number of tokens in each bin of |d| / (2 (1 - p)), [HALF + 1]. This is the smallest logit error that explains d by
-    proposition 4.2 of "Taming the Tail" (Li et al.). Tokens that are certain for both engine and trainer do not count."""
+    """Number of tokens in each bin of |d| / (2 (1 - p)), [HALF + 1]. By proposition 4.2 of "Taming the Tail" (Li et al.), this
+    ratio is the smallest logit error that explains d. Tokens that are certain for both engine and trainer are left out."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros((len(BELOW), 4)))
     """For each class of p, [len(BELOW), 4]: number of tokens, sum of |d|, sum of -d, sum of d^2."""
     largest: np.ndarray = field(default_factory=lambda: np.zeros(len(BELOW)))

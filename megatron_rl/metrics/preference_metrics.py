@@ -34,9 +34,9 @@ def label_metrics(scores: Tensor, labels: Tensor) -> Metrics:
 
     A label above 1/2 is positive, below 1/2 negative, and 1/2 is neither. accuracy: share of scores whose sign agrees with the
     label; scores of 0 and labels of 1/2 count half. positives: share of positive labels; a label of 1/2 counts half. auc: area
-    under the ROC curve. Scores without information have 1/2, for any share of positives. It is left out without positive or
-    without negative labels. calibration_error: difference between mean label and mean probability, as a mean over ten bins of
-    the probability.
+    under the ROC curve; 1/2 for scores without information, whatever the share of positives. The key auc is missing if there
+    are no positive or no negative labels. calibration_error: difference between mean label and mean probability, as
+    a mean over ten bins of the probability.
     """
     scores, labels = scores.detach(), labels.detach()
     sides = (labels - 0.5).sign()

@@ -181,7 +181,7 @@ def _initialize(adapter: Adapter, seed: int) -> None:
 
 @contextmanager
 def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Turn the chunks' adapters off inside the block, so that only the frozen weights count."""
+    """Turn the chunks' adapters off inside the block, so that the layers use only their frozen weights."""
     modules = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper | RouterAdapter)]
     for module in modules:
         module.disable_adapter_layers()

@@ -147,7 +147,7 @@ class CoreAttention(MegatronModule):
         """Return the attention output `[T, H * Dv]` from query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]`.
 
         Without packed_seq_params, all these shapes have `s, b` in place of `T`, and attention is causal over s. The function
-        ignores attention_mask, so padding must be at the right end.
+        ignores attention_mask, so padding must be at the end of each sequence.
         """
         if attn_mask_type not in _CAUSAL or attention_bias is not None:
             raise UserError("model: attention with a bias or a mask that is not causal is not supported")
@@ -332,7 +332,7 @@ class MLASelfAttention(MegatronMLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return Megatron's query, key and value. Megatron gets a pack as one sequence with one row of angles per token."""
+        """Return Megatron's query, key and value. Megatron treats a pack as one sequence with one row of angles per token."""
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
@@ -369,7 +369,10 @@ class _AnglesByToken(torch.nn.Module):
             self._positions = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return angles by position `[S, 1, 1, R]` or, inside `of`, by this rank's tokens `[T, 1, R]`; yarn adds mscale."""
+        """Return the angles of all positions, `[S, 1, 1, R]`.
+
+        Inside `of`, return one row for each token of this rank, `[T, 1, R]`. For yarn, mscale is returned too.
+        """
         if self._positions is None:
             return self.rotary(*args, **kwargs)
         answer = self.rotary(*args, **kwargs | {"packed_seq": True})  # else context parallelism cuts the angles

@@ -63,9 +63,10 @@ class Model:
     seed: int = 0
     """Seed for the initialization of adapters."""
     pooling: Literal["last", "mean"] = "last"
-    """Rule that turns a reward model's numbers, one per token, into a response's score. transformers always takes the last."""
+    """Rule that turns a reward model's numbers (one per token) into a response's score. transformers always uses the last
+    number."""
     step_separator: str | None = None
-    """Separator that ends the steps of a response that a reward model scores; None if it scores whole responses."""
+    """Text that ends each step of a response, if a reward model scores the steps; None if it scores whole responses."""
 
     def make_chunks(
         self, load_weights: bool = True, weights: str | Path | None = None, *, adapt: bool = True
@@ -73,7 +74,7 @@ class Model:
         """Build this rank's model chunks, one per virtual pipeline stage, without DDP. parallel_state must be initialized.
 
         weights: another folder of the same architecture to load weights from. load_weights: False leaves the parameters as
-        uninitialized memory. adapt: add the adapters of `lora`.
+        uninitialized memory. adapt: True to add the adapters of `lora`.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = groups
@@ -117,7 +118,7 @@ class Model:
         ]
 
     def _names(self, chunks: list[GPTModel]) -> list[dict[str, str]]:
-        """Return, for each chunk, local name -> plain name. An adapter does not change the plain name of its layer's weight."""
+        """Return a dict {local name: plain name} per chunk. An adapter does not change the plain name of its layer's weight."""
         tied = self.config.share_embeddings_and_output_weights
 
         def name_of(local: str, stage: int) -> str:
@@ -348,7 +349,7 @@ def load(
     """Read a folder's config.json and return a `Model` with the settings for Megatron. This function builds no layers yet.
 
     precision: a recipe in `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: use Transformer Engine's
-    kernels, if installed, to send tokens to their experts and back; turn it off for callers that follow each token's rows.
+    kernels, if installed, to send tokens to their experts and back; turn it off if the caller must find each token's rows.
     freeze: patterns of parameters that are not trained. lora: adapters, initialized with `seed`. attention_sinks,
     flash_attention: as in ModelConfig. value_head: compute one number per token instead of logits, with the folder's own head
     (a classifier's) or, for a language model, with a new head that starts at zero. pooling: as in RewardModelConfig.

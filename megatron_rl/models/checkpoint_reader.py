@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for. Errors: see the class; OSError."""
+        """Read the items of the plan. Errors: see the class; OSError."""
         assert isinstance(planner, DefaultLoadPlanner)  # Megatron's planner is a subclass
         planner.load_bytes = functools.partial(self._load_object, planner)  # torch's own would run the pickle
         return super().read_data(plan, planner)

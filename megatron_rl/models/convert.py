@@ -342,7 +342,10 @@ def _finished_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_together(out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` (None: nothing) in `together`, and report an OSError, such as a full disk, as a UserError in one line."""
+    """Run `work` (None: nothing). If it fails on one rank, all ranks raise an error.
+
+    An OSError, such as a full disk, becomes a UserError in one line.
+    """
 
     def named() -> None:
         try:

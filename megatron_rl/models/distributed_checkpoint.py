@@ -1,6 +1,7 @@
 """Fully parallel dist_checkpointing: data-parallel ranks hold the same tensors, and each rank writes and reads a share.
 
-Only a background write copies tensors that are in host memory. No second process is started. A failure reports one reason.
+Only a background write copies tensors that are in host memory. No second process is started. After a failure, the error states
+a single reason.
 """
 
 from __future__ import annotations

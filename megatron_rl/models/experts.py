@@ -192,7 +192,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Computes function(*inputs), keeps only the inputs, and computes the function again in the backward."""
+    """Computes function(*inputs), keeps only the inputs, and computes the function again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor):
@@ -210,10 +210,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """silu(gate) * linear * p for `[N, 2 F]` = (gate, linear) and router weights p `[N, 1]` -> `[N, F]`.
+    """Computes silu(gate) * linear * p, `[N, F]`, from `[N, 2 F]` = (gate, linear) and router weights p `[N, 1]`.
 
-    It keeps only its inputs and recomputes the rest in the backward. The number of `[N, F]` tensors that are written decides
-    the time on a CPU and most of a layer's memory.
+    It keeps only its inputs and computes all other values again in the backward pass. The number of `[N, F]` tensors that are
+    written determines the time on a CPU and most of a layer's memory.
     """
 
     @staticmethod
@@ -259,9 +259,9 @@ def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
 class FakeQuantizer:
     """Rounds weights and inputs to e4m3, in blocks with one scale (amax / 448) each.
 
-    block: if b > 0, blocks have b x b weights, or b inputs of one token. A last block that is smaller, because of the matrix
-    size or tensor parallelism, has its own scale. If 0, a layer has one scale for its weights on this rank, and one for its
-    inputs in the micro-batch.
+    block: edge length b. If b > 0, a block has b x b weights, or b inputs of one token. A last block that is smaller, because
+    of the matrix size or tensor parallelism, has its own scale. If b is 0, a layer has one scale for its weights on this rank,
+    and one for its inputs in the micro-batch.
     """
 
     def __init__(self, block: int) -> None:

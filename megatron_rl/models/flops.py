@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward, computed from its shape, and peak FLOPs per second of GPUs."""
+"""FLOPs of a model's forward pass, computed from its shape, and peak FLOPs per second of GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 from megatron_rl.models.shape import Shape, end_weights, layer_weights
 
 TRAINING = 3
-"""FLOPs of a forward and backward, divided by the FLOPs of a forward. The backward has two multiplications for each one of the
-forward."""
+"""FLOPs of a forward and a backward pass, divided by the FLOPs of the forward pass. The backward pass has two multiplications
+for each one of the forward pass."""
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -37,7 +37,7 @@ def attended_pairs(length: int, window: int | None = None) -> int:
 
 
 def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> float:
-    """Return the FLOPs of one forward: 2 for each multiply-add of its matrix multiplications.
+    """Return the FLOPs of one forward pass: 2 for each multiply-add of its matrix multiplications.
 
     The count includes the weights that each token uses (only its own experts) and the head for `head_tokens` tokens. Attention
     multiplies twice for each (query, key) pair. pairs: number of these pairs, summed over the layers.
@@ -50,7 +50,7 @@ def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> fl
 
 
 def sequence_flops(config: PreTrainedConfig, sequences: Iterable[tuple[int, int]]) -> float:
-    """Return the FLOPs of one forward over causal sequences, given as (tokens, predicted tokens that the head computes)."""
+    """Return the FLOPs of a forward pass over causal sequences, given as (tokens, tokens that the head predicts)."""
     shape = Shape.from_config(config)
     total = 0.0
     for tokens, labels in sequences:

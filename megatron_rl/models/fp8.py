@@ -162,7 +162,7 @@ def check_architecture(name: str) -> None:
 def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False) -> None:
     """Refuse a model folder that SGLang would refuse. Only config.json and the files' headers are read. Errors: UserError.
 
-    expert_parallel: number of groups into which the tensor_parallel ranks divide the experts. simulate: for an engine that
+    expert_parallel: number of groups into which the tensor_parallel ranks divide the experts. simulate: True for an engine that
     gets rounded bf16 weights; then blocks may have any size.
     """
     head_dim = 1
@@ -232,12 +232,12 @@ _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
 def calibrated(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Return True if the chunks have scales, from a forward or from a checkpoint."""
+    """Return True if the chunks have FP8 scales, from a forward pass or from a checkpoint."""
     return any(True for _ in _states(chunks, _FORWARD))
 
 
 def calibrate() -> None:
-    """Compute all models' scales from the amaxes of the last forward. Modules without amaxes keep their scales. Collective."""
+    """Compute all models' scales from the last forward pass's amaxes. Modules without amaxes keep their scales. Collective."""
     # The same import as in Megatron.
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
@@ -246,7 +246,7 @@ def calibrate() -> None:
 
 @contextmanager
 def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Restore the amaxes after the block. Forwards in the block have no gradients, so they do not change the scales."""
+    """Restore the amaxes after the block. Forward passes in the block have no gradients and leave the scales unchanged."""
     before = {name: state.amax_history.clone() for name, _, state in _states(chunks, _FORWARD)}
     try:
         yield
@@ -257,9 +257,9 @@ def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def remembered(chunks: Iterable[torch.nn.Module]) -> Remembered:
-    """Return the state in host memory, for a checkpoint.
+    """Return the state of delayed scaling in host memory, for a checkpoint.
 
-    Transformer Engine's own extra state is a pickle, which Transformer Engine refuses to load.
+    Transformer Engine's own extra state cannot be used: it is a pickle, which Transformer Engine refuses to load.
     """
     found: Remembered = {}
     for key in (_FORWARD, _BACKWARD):

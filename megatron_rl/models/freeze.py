@@ -102,7 +102,7 @@ def any_number(name: str) -> str:
 
 
 def _near(pattern: str, names: Set[str]) -> str:
-    """Return a hint for a pattern that matches nothing: the closest names, or patterns of single name parts."""
+    """Return a hint for a pattern that matches nothing: the closest names, or patterns that contain one part of a name."""
     every = sorted({any_number(name) for name in names})
     parts = [name.split(".") for name in every]
     every += sorted({f"*.{part}.*" for name in parts for part in name[:-1]} | {f"*.{name[-1]}" for name in parts})

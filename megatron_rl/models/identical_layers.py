@@ -1,6 +1,6 @@
 """Layers for `precision.identical`: Megatron's layers, with matrix products, norms and routing from ops/batch_invariant.py.
 
-These operations serve the forward. Gradients use the same formulas with torch's own products, because they need not be
+These operations are for the forward pass. Gradients use the same formulas with torch's own products, because they need not be
 reproducible.
 """
 

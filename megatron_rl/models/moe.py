@@ -62,7 +62,7 @@ class ExpertMoELayer(MoELayer):
             parameter.sequence_parallel = False
 
     def combine(self, output: Tensor) -> Tensor:
-        """Collect the experts' outputs like Megatron. The current `RoutePass` may see and replace them before their sum."""
+        """Collect the experts' outputs like Megatron. The current `RoutePass` may replace them before they are summed."""
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
         # In training, a recomputed layer runs twice. The outputs are shown only in the run with gradients, so once.
@@ -79,8 +79,8 @@ class ExpertMoELayer(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Finish the layer like Megatron, then detach the tensors that its dispatcher keeps.
 
-        Otherwise the router's weights in the dispatcher would keep the autograd graph until the next forward. With full
-        recomputation, the graph holds the layer's input and the input's gradient. At the end of a backward, the inputs and
+        Otherwise the router's weights in the dispatcher would keep the autograd graph until the next forward pass. With full
+        recomputation, the graph holds the layer's input and the input's gradient. At the end of a backward pass, the inputs and
         gradients of all layers would then be in memory.
         """
         output = super().postprocess(output, shared_expert_output)
@@ -88,7 +88,7 @@ class ExpertMoELayer(MoELayer):
         return output
 
     def let_go(self) -> None:
-        """Detach the tensors that the dispatcher keeps from this forward."""
+        """Detach the tensors that the dispatcher keeps from this forward pass."""
         dispatcher: Any = self.token_dispatcher
         for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
             for name, value in [*vars(holder).items()]:

@@ -60,7 +60,7 @@ class HeadsRMSNorm(RMSNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the group in forward and backward, because each rank's output depends on each rank's input."""
+    """Sums over the group in the forward and backward pass, because each rank's output depends on each rank's input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

@@ -13,10 +13,10 @@ from megatron_rl.routing.passes import RoutePass, RouterLosses
 
 
 class LayerOutputs(Protocol):
-    """Interface of an observer that sees, and may replace, the output of each decoder layer in a micro-batch."""
+    """Interface of an observer that reads, and may replace, the output of each decoder layer in a micro-batch."""
 
     def see(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """See a layer's output [rows, 1, hidden], and return the output that the next layer gets. layer: index from 0."""
+        """Read a layer's output [rows, 1, hidden], and return the output that the next layer gets. layer: index from 0."""
         ...
 
 
@@ -25,14 +25,14 @@ class PackedBatch(PackedSeqParams):
     """Megatron's description of a packed micro-batch, extended by data for our layers."""
 
     places: TokenPlaces | None = None
-    """Positions of the tokens; None to compute them in the forward, which then has to wait for the GPU."""
+    """Positions of the tokens; None to compute them in the forward pass, which then waits for the GPU."""
     routing: RoutePass | None = None
     """Observers that record or replay the routes of this micro-batch; None if routers choose freely and nothing is recorded."""
     features: LayerOutputs | None = None
     """Observer of the decoder layers' outputs; None if nothing observes them."""
     router_losses: RouterLosses | None = None
-    """Weight of the router losses, and the tokens that they count, for a forward with gradients. None: the losses count all
-    tokens and are not measured."""
+    """Weight of the router losses, and the tokens that they include, for a forward pass with gradients. None: the losses
+    include all tokens and are not measured."""
 
 
 def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> TokenPlaces:

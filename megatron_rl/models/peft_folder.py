@@ -37,8 +37,8 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 SCORE = "score.weight"
 HEAD = PREFIX + SCORE
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights values with which PEFT moves a part of the model's weights into the adapter at the start.
-Such a folder's B A does not fit the original model. PEFT can convert it (path_initial_model_for_weight_conversion)."""
+"""Prefixes of the init_lora_weights values with which PEFT moves a part of the model's weights into a new adapter. The B A of
+such an adapter does not fit the original model. PEFT can convert it (path_initial_model_for_weight_conversion)."""
 
 
 @dataclass(frozen=True)

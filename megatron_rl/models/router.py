@@ -29,8 +29,8 @@ class ReplayRouter(TopKRouter):
 
     Megatron still computes scores, weights, groups and expert bias. Without a `RoutePass`, Megatron also chooses the experts.
     The auxiliary losses are sums over this process's tokens without padding. The trainer divides all gradients by a single
-    number, so these losses are first multiplied by `RouterLosses.weight` (`Trainer.update`). Megatron's own losses are only
-    right if every token of a micro-batch is in the loss, and they count padding.
+    number, so these losses are first multiplied by `RouterLosses.weight` (`Trainer.update`). Megatron's own auxiliary losses
+    include padding, and are only correct if every token of a micro-batch is in the loss.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -56,7 +56,7 @@ class ReplayRouter(TopKRouter):
         self.predictor.requires_grad_(False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute logits [s, b, E] from hidden states [s, b, d], as the adapter and the current `RoutePass` change them."""
+        """Compute logits [s, b, E] from hidden states [s, b, d], as changed by the adapter and the `RoutePass`."""
         logits = self.compute_logits(input)
         if self.adapter is not None and self.adapter.enabled:
             logits = logits + self.adapter(input).to(logits.dtype)
@@ -84,7 +84,7 @@ class ReplayRouter(TopKRouter):
         return routing_map if self._losses is None else routing_map & self._losses.real[:, None]
 
     def _attached(self, name: str, coefficient: float, terms: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
-        """Return the activation unchanged; its backward adds the gradient of coefficient x the sum of the terms [T]."""
+        """Return the activation unchanged; its backward pass adds the gradient of coefficient x the sum of the terms [T]."""
         losses = self._losses
         total = terms.sum() if losses is None else losses.weight * losses.see(name, self.router_replay.layer, terms)
         attached: Any = MoEAuxLossAutoScaler.apply(activation, coefficient * total)
@@ -102,7 +102,7 @@ class ReplayRouter(TopKRouter):
         return self._attached("aux_loss", coefficient, load_balancing_terms(scores_for_aux_loss, loads), probs)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits [T, E] unchanged; their backward adds the gradient of the z-loss."""
+        """Return the logits [T, E] unchanged; their backward pass adds the gradient of the z-loss."""
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
@@ -150,7 +150,7 @@ class ReplayRouter(TopKRouter):
 
 
 class RouterAdapter(torch.nn.Module):
-    """A low-rank adapter of a router. Every rank has the whole adapter, as with the router; Megatron-Bridge's would be split.
+    """A low-rank adapter of a router. Like the router, it is not split over ranks; Megatron-Bridge would split it.
 
     With sequence parallelism, each rank routes different tokens. The mark `sequence_parallel` on the adapter's weights makes
     Megatron sum their gradients over the ranks.

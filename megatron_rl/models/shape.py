@@ -55,7 +55,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """True if a linear layer multiplies with the weight (and FP8 may store it)."""
+        """True if a linear layer multiplies by the weight. FP8 may store such a weight."""
         return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
 
     def on_rank(self, parallel: ParallelConfig) -> Weight:
@@ -188,7 +188,7 @@ def engine_routes(config: PreTrainedConfig, *, gates: bool = False) -> EngineRou
 
 
 def engine_features(config: PreTrainedConfig, dtype: torch.dtype) -> EngineFeatures:
-    """Return the format of the router features that SGLang exports. dtype: of its hidden states. Errors: as `engine_routes`."""
+    """Return the format of SGLang's router features. dtype: dtype of its hidden states. Errors: as `engine_routes`."""
     from megatron_rl.data.engine_routes import EngineFeatures
 
     routes = engine_routes(config)
@@ -336,7 +336,7 @@ def linear_weights(shape: Shape, patterns: Sequence[str] = ()) -> set[str]:
 
 
 def count(weights: Iterable[Weight], *parts: Part) -> int:
-    """Return the number of parameters in the weights. parts: count only these parts."""
+    """Return the number of parameters in the weights. parts: kinds of weights to count; none: all weights."""
     return sum(w.size for w in weights if not parts or w.part in parts)
 
 

@@ -35,7 +35,7 @@ class FolderSource:
         checksums: Checksums,
         done: Callable[[], object],
     ) -> None:
-        """Create the source. tasks, weight_of: from `Model.reader`. checksums: get an entry per parameter.
+        """Create the source. tasks, weight_of: from `Model.reader`. checksums: gets an entry for each parameter.
 
         done: called after each parameter.
         """

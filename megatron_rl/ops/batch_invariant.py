@@ -1,9 +1,9 @@
 """Batch-invariant operators for trainer and engine: the bits of a row do not depend on the other rows (precision.identical).
 
-Each output of a matrix multiplication is a sum in one fixed order. The same holds for norm, softmax, router and the sum over
-experts, whether a token is computed alone, among others, in a prefill or in a decode. Trainer and engine therefore get
-identical numbers from identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention:
-csrc/sink_attention/, which cuts its sums at the same keys for every query.
+Matrix multiplication, norm, softmax, router and the sum over experts add in one fixed order. The order is the same if a token
+is computed alone or with others, in a prefill or in a decode. Trainer and engine therefore get identical numbers from identical
+inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention: csrc/sink_attention/, which cuts its
+sums at the same keys for every query.
 
 An engine process loads this file by its path, without the package. The file therefore imports nothing of megatron_rl except
 the kernels in the same folder. All operators are forward only; models/identical_layers.py has the gradients.
@@ -61,13 +61,13 @@ def _kernels_of(x: Tensor) -> Any:
 
 
 def parts(width: int) -> int:
-    """Return the number of partial sums of a matrix multiplication over `width` inputs. It limits the tensor-parallel ranks."""
+    """Return the number of partial sums of a product over `width` inputs: the largest number of tensor-parallel ranks."""
     most = 8 if width >= 1024 else 4 if width >= 512 else 2
     return math.gcd(width, most)
 
 
 def tree_sum(shares: Sequence[Tensor]) -> Tensor:
-    """Add the shares of the ranks (a power of two) pairwise, in the order of the tree."""
+    """Add the shares of the ranks pairwise, in the order of the tree. The number of ranks is a power of two."""
     while len(shares) > 1:
         shares = [a + b for a, b in zip(shares[::2], shares[1::2], strict=True)]
     return shares[0]

@@ -66,9 +66,9 @@ def linear_kl(
     weight of the teacher in both places (TRL's beta). For mix near 0 the result is about mix x forward, for mix near 1 about
     (1 - mix) x reverse. (TRL returns forward and reverse themselves at 0 and 1.)
 
-    The logits of student and teacher exist for at most `chunk_tokens` tokens at a time, in the forward and in the backward.
-    With several chunks the backward computes the logits again: six matrix multiplications of the head's size in total,
-    otherwise four. The gradient of `weight` is summed over chunks in fp32.
+    The logits of student and teacher exist for at most `chunk_tokens` tokens at a time, in the forward and in the backward
+    pass. With several chunks the backward pass computes the logits again. This takes six matrix multiplications of the head's
+    size in total; one chunk takes four. The gradient of `weight` is summed over chunks in fp32.
 
     With tp_group each rank holds an equal share of the rows of both weights. The gradient of `hidden` is then only this
     rank's part; the caller sums the parts, as with Megatron's column-parallel layers. vocab_size: vocabulary of the model;
@@ -178,7 +178,8 @@ TopkDirection = Literal["forward", "reverse"]
 _TOPK_OP = "linear_topk_kl"
 _NONE = (-100, -1)
 _MOST = 1e-3
-"""Tolerance of the sum of a teacher's recorded probabilities above one. Rounding of a softmax of bf16 logits stays below it.
+"""Largest amount by which the sum of a teacher's recorded probabilities may exceed one. Rounding of a softmax of bf16 logits
+stays below it.
 """
 
 
@@ -208,8 +209,9 @@ def linear_topk_kl(
     vocabulary size, or if teacher and student distribute the bucket's probability in the same way. The KL between classes
     does not depend on how the student distributes the bucket's probability.
 
-    log_probs are rounded, so the teacher's bucket can be zero or negative. Then forward leaves it out. In reverse the KL would
-    be infinite, so the bucket gets a probability of 8 rounding units of log_probs (1e-6 in fp32).
+    log_probs are rounded, so the probability of the teacher's bucket can be zero or negative. Then the forward KL leaves the
+    bucket out. The reverse KL would be infinite, so the bucket gets a probability of 8 rounding units of log_probs (1e-6 in
+    fp32).
 
     hidden [T, d], weight [V / tp, d], tp_group, vocab_size, chunk_tokens, fp32_logits, gradients: as in linear_kl.
 

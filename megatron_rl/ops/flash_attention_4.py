@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.ops.flash import MODULES
 
 LONG = 512
-"""Smallest max_seqlen given to the kernels, larger than a tile. Otherwise short packs would compile extra kernels."""
+"""Smallest max_seqlen that the kernels get. It exceeds a tile, because extra kernels are compiled for shorter packs."""
 
 
 def flash_forward(

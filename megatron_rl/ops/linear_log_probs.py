@@ -64,16 +64,16 @@ def linear_log_probs(
     kept tokens.
 
     fp32_logits: bf16 hidden and weight give fp32 logits, as in SGLang with --enable-fp32-lm-head. Products of bf16 numbers are
-    exact in fp32, so nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The gradient of the logits
-    is rounded to bf16 for its products with hidden and weight; these products sum in fp32 as always.
+    exact in fp32, so nothing is rounded to bf16 before the softmax. A chunk's logits take twice the memory. The gradient of the
+    logits is rounded to bf16 for its products with hidden and weight; these products sum in fp32 as always.
 
     identical: the bits of a log-prob depend only on the hidden state of its token and equal those of an engine that uses the
     same operators (ops/batch_invariant.py). Logits are in fp32. Gradients are computed from the same logits.
 
     token_loss: for a loss that is a sum of terms of single tokens with a normalizer known in advance (PPO/GRPO clipping,
     REINFORCE, cross entropy). It does not work for a loss whose terms use the log-probs of other tokens (GSPO's sequence
-    ratio). The caller computes the same loss from the returned values. The gradient that reaches this function in the
-    backward must be the gradient of token_loss times one number.
+    ratio). The caller computes the same loss from the returned values. The gradient that reaches this function in the backward
+    pass must be the gradient of token_loss times one number.
 
     rows: [n] int64, the rows whose target is not -100, in order, if the caller knows them; the caller must then check the
     targets too. late: collects errors until the caller calls `late.look()`. With both arguments nothing here waits for a GPU.

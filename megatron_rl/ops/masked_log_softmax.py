@@ -1,7 +1,7 @@
 """Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (Li et al., eq. 18-20).
 
-The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32. The backward treats it as
-constant. Probabilities are renormalized over the safe set. log_rho=None keeps the whole vocabulary (plain log-softmax).
+The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32. The backward pass treats the safe
+set as constant. Probabilities are renormalized over the safe set. log_rho=None keeps the whole vocabulary (plain log-softmax).
 
 The row kernels are in csrc/masked_log_softmax/ (CPU, CUDA). Besides the logits, the backward needs five numbers per row.
 """
@@ -302,8 +302,8 @@ class KeptTokens:
     def remove_others(self, logits: torch.Tensor, rows: torch.Tensor, first_column: int) -> None:
         """Set logits [m, V / tp] of the tokens `rows` to -inf outside of the kept sets, in place.
 
-        first_column: vocabulary id of the first column. The ids of all tokens are processed: to select those of `rows`, the
-        host would have to wait for the GPU.
+        first_column: vocabulary id of the first column. The ids of all tokens are processed, because selecting the ids of
+        `rows` would make the host wait for the GPU.
         """
         count, width = logits.shape
         places = self.borders.new_full((len(self.borders) - 1,), count)

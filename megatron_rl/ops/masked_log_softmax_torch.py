@@ -12,7 +12,7 @@ import torch
 
 IGNORE = -100
 LOWEST = -1e4
-"""Finite value used instead of a log-ratio of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0 and not NaN."""
+"""Finite value used instead of a log-ratio of -inf. Its exp is 0 in fp32 and fp64, and its product with 0 is 0, not NaN."""
 
 
 def log_softmax_by_definition(
@@ -58,7 +58,7 @@ def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> 
 def sums(
     logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
 ) -> torch.Tensor:
-    """Return three sums [3, T]: e^d over the safe set, e^d outside of it, d e^d over it; d = (x - maximum) / temperature."""
+    """Return sums [3, T]: e^d inside the safe set, e^d outside, d e^d inside, with d = (x - maximum) / temperature."""
     out = maximum.new_zeros(3, len(maximum))
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         e = d.exp()

@@ -57,7 +57,7 @@ def weight_gradients(
 
 
 def add_biases(out: torch.Tensor, ends: torch.Tensor, biases: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Add the bias of its group, biases [E, out] times scales [N, 1], to each row of out [N, out], some rows at a time."""
+    """Add to each row of out [N, out] the bias of its group, from biases [E, out], times its scale; some rows at a time."""
     rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
     groups = torch.searchsorted(ends, rows, right=True)
     for start in range(0, len(out), step := max(1, _BIAS_NUMBERS // out.shape[1])):

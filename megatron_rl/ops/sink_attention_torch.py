@@ -193,7 +193,7 @@ def _pad(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths(max_q: int, max_k: int) -> tuple[int, int]:
-    """Return the lengths with max_q at least 2. At 1 FlashAttention 2 uses its decoding path: one query per sequence."""
+    """Return the lengths with max_q at least 2. For one query per sequence FlashAttention 2 would use a decoding path."""
     return max(max_q, 2), max_k
 
 
@@ -203,7 +203,7 @@ def _window(window: int) -> dict[str, int | None]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries of one sequence and the keys that they may see. Positions count the keys of the sequence."""
+    """Queries of one sequence and the keys that they may attend to. Positions are indices of the sequence's keys."""
 
     queries: slice
     keys: slice

@@ -17,12 +17,12 @@ from megatron_rl.ops.sink_attention import PackedSequences
 
 @dataclass(frozen=True)
 class OwnQueries:
-    """Queries of this rank and the keys that they may see, after keys and values of all ranks were gathered."""
+    """Queries of this rank and the keys that they may attend to, after keys and values of all ranks were gathered."""
 
     queries: PackedSequences
     """Borders of this rank's T tokens; each chunk counts as a sequence."""
     keys: PackedSequences
-    """Borders of `rows`: each chunk sees the keys of its sequence up to the end of the chunk."""
+    """Borders of `rows`: each chunk attends to the keys of its sequence up to the chunk's end."""
     rows: torch.Tensor
     """[n] int64: indices into the gathered tokens of all ranks. The first tokens of a sequence occur twice, once for each of
     the two chunks."""

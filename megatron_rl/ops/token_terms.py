@@ -20,7 +20,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class TokenTerms(Protocol):
-    """Function of the logits to compute. The logits are a list, the student's [n, V / tp] first; they may be overwritten."""
+    """Function of the logits, and its gradient. `logits` starts with the student's, [n, V / tp], and may be overwritten."""
 
     def values(self, logits: list[torch.Tensor], chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values [n] of the tokens `chunk`, the same on all ranks, and [n, c] to keep for `gradient`."""
@@ -239,6 +239,6 @@ def _exact(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _direction(weight: torch.Tensor, local: torch.Tensor, own: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """Return [n, H]: this rank's part of the label's row of the weight minus the mean row."""
+    """Return [n, H]: the weight's row of the label minus the mean row; only this rank's part of the difference."""
     mean = weight[: ctx.rows].sum(0, dtype=_exact(weight)) / ctx.vocabulary
     return weight[local].to(_exact(weight)) * own[:, None] - mean

@@ -130,7 +130,7 @@ _STATISTIC = re.compile(r"[_/](mean|median|std|max|min|p\d+)$")
 def charts_of(names: Iterable[str]) -> dict[str, list[Chart]]:
     """Return {heading: charts} for the metrics of a run: the charts of `SECTIONS`, and one chart for each other metric.
 
-    The values of a metric by layer or update, and its statistics (mean, max, p99, ...), share one chart.
+    The values of a metric for each layer or update, and its statistics (mean, max, p99, ...), share one chart.
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -197,7 +197,7 @@ def color(index: int) -> str:
 
 
 def shade(position: int, last: int) -> str:
-    """Return the CSS color of series `position` (1 to `last`) in a gradient over layers or updates; 0 is their mean."""
+    """Return the CSS color of series `position` (1 to `last`) in a gradient over layers or updates; 0 stands for their mean."""
     share = 100 * (position - 1) / max(last - 1, 1)
     return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, float], epochs: float = 1.0) -> Metrics:
     """Return the hardware metrics of this process for the step that has just ended.
 
-    trained: sequences of this data-parallel rank that the updates used `epochs` times. times: seconds by metric name.
-    Memory is the peak since the last call, in GB of 10^9 bytes. MFU counts the FLOPs of forward and backward passes of the
-    updates; recomputation and scoring do not count.
+    trained: sequences of this data-parallel rank that the updates used `epochs` times. times: seconds by metric name. Memory is
+    the peak since the last call, in GB of 10^9 bytes. MFU counts the FLOPs of forward and backward passes of the updates;
+    recomputation and scoring are not included.
     """
     if not torch.cuda.is_available():
         return {}

@@ -185,7 +185,7 @@ def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
 
 
 def probability_bound(lines: Lines, below: float) -> float | None:
-    """Return 2 e (1 - p), the largest |d log p| that logit errors of size e cause, with p in the middle of a class.
+    """Return the largest |d log p| that logit errors of size e cause at the middle probability p of a class: 2 e (1 - p).
 
     e is the median of mismatch/epsilon_p99 over the steps. The middle is geometric up to 0.1 and arithmetic above 0.1.
     """

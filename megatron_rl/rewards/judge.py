@@ -137,7 +137,7 @@ def question(config: JudgeConfig, nonce: str, fields: dict[str, str]) -> str:
 
 
 def verdict(config: JudgeConfig, nonce: str, reply: str) -> float:
-    """Return the score (0 to 1) from the last line of the reply with the nonce.
+    """Return the score (0 to 1) from the last line in the reply that contains the nonce.
 
     Errors: ValueError with the reason, if there is no score.
     """

@@ -68,10 +68,10 @@ class Rewards:
         shape: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         folder: Path | None = None,
     ) -> None:
-        """tokenizer: the policy's; None: trajectories already hold their verifiers' results (rollout.load).
+        """tokenizer: the policy's tokenizer; None: trajectories already contain their verifiers' results (rollout.load).
 
         zero_truncated: a response that a limit ended has reward 0 (agent.on_truncation). shape: sets the rewards that
-        advantages use (`set_outcome_rewards`). folder: stores the scores of judges.
+        advantages use (`set_outcome_rewards`). folder: folder for the scores of judges.
         """
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
         self._tokenizer, self._zero_truncated, self._shape = tokenizer, zero_truncated, shape
@@ -103,7 +103,10 @@ class Rewards:
             self._ranks.main_does(ask, patient=True)
 
     def build(self, make: Callable[[str], Trainer]) -> None:
-        """Load the reward models of the trainer's processes. make: loads the model of a folder, with its value head."""
+        """Load the reward models of the trainer's processes.
+
+        make: function that loads the model in a folder, with its value head.
+        """
         own = {name: model.path for name, model in self._config.models.items() if not model.address}
         self.models = {name: make(path or "") for name, path in own.items()}
         self._tokenizers = {
@@ -121,10 +124,10 @@ class Rewards:
         """Set reward parts and rewards of this leader's trajectories. Collective.
 
         prompts: the prompts that group ids refer to. task: task that verifies and weighs the trajectories, if it is not the
-        run's. learns: True for training. Scores are then normalized and clipped, and count for the mean and deviation of the
-        normalization; `outcome_reward` is set too. Scores of an evaluation are not normalized, so that all evaluations of a run
-        have the same scale. Masked trajectories are not scored.
-        Errors: UserError on all processes, for a server that does not answer.
+        run's. learns: True for training. Scores are then normalized and clipped, and enter the mean and standard deviation of
+        the normalization; `outcome_reward` is set too. Scores of an evaluation are not normalized, so that all evaluations of a
+        run have the same scale. Masked trajectories are not scored. Errors: UserError on all processes, for a server that does
+        not answer.
         """
         task = task or self._task
         self.verify(trajectories, prompts, task)
@@ -288,7 +291,7 @@ def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling:
 
 @dataclass(frozen=True)
 class Server:
-    """A reward model behind SGLang's /classify."""
+    """A reward model on an SGLang server, called through /classify."""
 
     name: str
     config: ScorerConfig

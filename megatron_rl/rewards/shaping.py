@@ -34,7 +34,7 @@ def set_outcome_rewards(
     The outcome reward is the sample's reward without the process reward model's part, which is added at the ends of the
     response's steps. The outcome reward is clipped (rewards.clip) and whitened over the training step (rewards.whiten). Masked
     samples get 0. If `bootstraps` is set, a truncated response keeps only the length penalty, because the value of its last
-    state stands for the rest of its reward.
+    state replaces the rest of its reward.
     """
     judged = [t for t in trajectories if not t.masked and not t.part]
     cut_off = [t for t in judged if bootstraps and t.truncated]

@@ -21,7 +21,7 @@ class _Batch:
     step: int
     count: int
     position: dict[str, Any]
-    """State of the data stream before its prompts were drawn; saved in checkpoints."""
+    """State of the data stream before the batch's prompts were drawn; saved in checkpoints."""
     prompts: Sequence[Prompt]
     asked: PendingRollout | None = None
 

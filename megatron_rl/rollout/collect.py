@@ -27,7 +27,7 @@ TOKENS_PER_CALL = 4096
 """Approximate limit of the response tokens that one HTTP call requests. Shared calls save work in client and server. Long
 responses get a call each, so that a failure costs little."""
 BYTES_PER_CALL = 1 << 24
-"""Limit of bytes (approximate) of routes and features that one call returns."""
+"""Approximate limit of the bytes of routes and features that one call returns."""
 
 
 class Call(NamedTuple):
@@ -80,7 +80,7 @@ class Collection:
         """Requests to send."""
         self._replies: dict[int, Reply] = {}
         self._made: dict[int, list[Trajectory]] = {}
-        """Samples that have finished, kept because an environment is asked only once for its rewards."""
+        """Finished samples by index of the request, stored because an environment is queried only once for its rewards."""
         self.aborted: dict[int, int] = {}
         """Aborted requests, with the number of tokens sampled before the abort."""
         self._canceled = False

@@ -1,4 +1,4 @@
-"""Turns of servers and trainer on shared GPUs (rollout.colocate). Without shared GPUs, these methods do nothing.
+"""Alternate use of shared GPUs by servers and trainer (rollout.colocate). Without shared GPUs, `Colocation` does nothing.
 
 generate          the servers answer                            the trainer sleeps
 to_trainer        the servers release cache and weights         then the trainer wakes, scores and updates
@@ -38,10 +38,10 @@ class Colocation:
         self.trainer: Trainer
         """Trainer that shares the GPUs; set by the first push."""
         self._used: dict[str, float | None] = {}
-        """GB in use on this process's GPU, before and after the servers released their memory in the last turn."""
+        """GB in use on this process's GPU, before and after the servers last released their memory."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Set the trainer that takes turns with the servers."""
+        """Set the trainer that shares the GPUs with the servers."""
         self.trainer = trainer
 
     def to_trainer(self) -> None:
@@ -80,5 +80,5 @@ class Colocation:
             self._ranks.barrier()
 
     def metrics(self) -> Metrics:
-        """Return GB used of a GPU by all processes, before and after the servers released their memory in the last turn."""
+        """Return the GB of a GPU that all processes used, before and after the servers last released their memory."""
         return {name: maximum(gb) for name, gb in self._used.items() if gb is not None}

@@ -35,7 +35,7 @@ def samples_of(trajectories: Iterable[Trajectory]) -> list[Sample]:
 
 
 def problem_of(sample: Sample, settings: DemonstrationsConfig) -> str:
-    """Return the reason to leave out a sample, without comparing it with other samples; '' if there is none."""
+    """Return the reason to leave out a sample, judged on its own; '' if there is none. `best_of` compares samples."""
     length = _length(sample)
     if any(t.masked for t in sample):
         return "masked"
@@ -74,7 +74,7 @@ def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[
 
 
 def light(sample: Sample) -> Sample:
-    """Return the sample without routes, gates, router features and kept sets, which a row does not store."""
+    """Return the sample without routes, gates, router features and sets of kept tokens, which a row does not store."""
     return [replace(t, routes=None, gates=None, features=None, kept=None) for t in sample]
 
 

@@ -56,7 +56,7 @@ class Groups:
     def add(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Iterable[tuple[int, float]]
     ) -> None:
-        """Add the answers of a round. trajectories: of this process. rewards: (group, reward) of all processes' responses."""
+        """Add the answers of a round. trajectories: this process's. rewards: (group, reward) of all processes' responses."""
         first = len(self._prompts)
         for trajectory in trajectories:
             trajectory.group_id += first

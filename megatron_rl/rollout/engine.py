@@ -51,7 +51,7 @@ digest of the sample's weights."""
 
 @dataclass
 class PendingRollout:
-    """Requests that were sent to the servers, and whose responses have not been taken yet."""
+    """Requests that were sent to the servers, and whose responses have not been collected yet."""
 
     prompts: Sequence[Prompt]
     collection: Collection
@@ -63,7 +63,7 @@ class PendingRollout:
     round: int = 0
     """Round of the step (rollout.dynamic_sampling)."""
     first: FirstGroups | None = None
-    """Groups that the step takes, if it does not take all groups."""
+    """Choice of the groups that the step uses; None if the step uses all groups."""
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         self._staleness: list[int] = []
         """For each response of the last step: age of its oldest weights, in steps."""
         self._left_out = LeftOut()
-        """Counts of responses that the last step left out, if it did not take all groups."""
+        """Counts of responses that the last step left out, if it did not use all groups."""
         self._reused = 0
         """Number of samples reused from an earlier process of the run."""
         self._pushed_before: dict[str, str] = {}
@@ -279,8 +279,8 @@ class Engine:
     ) -> PendingRollout:
         """Send the requests of `collect`; `finish` waits for the answers. Samples that exist already are not requested again.
 
-        round: index of the round; each round has its own request seeds. wanted: number of groups to take, in the order in which
-        they are complete; `finish` aborts the other groups (rollout.over_sample_rate).
+        round: index of the round; each round has its own request seeds. wanted: number of groups to use, the first that
+        complete; `finish` aborts the requests of later groups (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
@@ -340,7 +340,7 @@ class Engine:
     def _look_at_versions(self, trajectories: list[Trajectory], asked: PendingRollout) -> None:
         """Count the responses that were sampled with other weights than those of the last push.
 
-        Errors: with algorithm.on_policy, UserError if there are any, or if a server has other weights.
+        Errors: UserError with algorithm.on_policy, if there is such a response, or a server that has other weights.
         """
         if not self.trains:
             return
@@ -406,7 +406,7 @@ class Engine:
     ) -> PendingRollout:
         """Send requests. step: step that waits for the responses. durable: save samples to disk as they finish.
 
-        some: not all groups are taken. evaluates: the responses are not used for training.
+        some: True if not all groups are used. evaluates: True if the responses are not used for training.
         """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples

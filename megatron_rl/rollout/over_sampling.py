@@ -26,7 +26,7 @@ class FirstGroups:
     """Complete groups in the order of completion; groups that complete between two calls are in the order of their index."""
 
     def add(self, finished: Iterable[int]) -> bool:
-        """Note which groups are complete, and return `enough`. finished: answered requests of all processes."""
+        """Store which groups are complete; return `enough`. finished: answered requests of all processes."""
         answered = Counter(request // self.samples for request in finished)
         complete = {group for group, count in answered.items() if count == self.samples}
         self._complete += sorted(complete - {*self._complete})
@@ -54,7 +54,7 @@ class LeftOut:
     """Tokens of each aborted response at the time of the abort."""
 
     def add(self, asked: int, taken: Sequence[Trajectory], aborted: Mapping[int, int]) -> None:
-        """Count a round. asked: number of requests; taken: trajectories to train on; aborted: tokens by request."""
+        """Add a round's counts. asked: number of requests; taken: trajectories to train on; aborted: tokens by request."""
         learned = sum(not t.part for t in taken)
         self.asked += asked
         self.dropped += asked - learned - len(aborted)

@@ -49,7 +49,7 @@ class SingleTurn:
     def with_task(self, task: Task) -> Self:
         """Return the program for prompts of another task (that of an evaluation set); open resources are shared.
 
-        Errors: UserError if this program cannot ask the task's prompts.
+        Errors: UserError if this program cannot send the task's prompts.
         """
         self._check_task(task)
         other = copy.copy(self)
@@ -75,7 +75,7 @@ class SingleTurn:
 
     @cached_property
     def end_of_turn(self) -> list[int]:
-        """List of the one token with which the chat template ends a turn of the model."""
+        """Token with which the chat template ends a turn of the model, as a list of one id."""
         return end_of_turn(self.tokenizer)
 
     @cached_property
@@ -115,7 +115,7 @@ class SingleTurn:
             )
 
     def document(self, text: str) -> Sequence:
-        """Return a sequence that trains on a whole text: the loss counts all its tokens and a final end-of-sequence token.
+        """Return a sequence that trains on a whole text: the loss includes its tokens and a final end-of-sequence token.
 
         The beginning-of-sequence token comes first. If the tokenizer has none, nothing predicts the first token of the text.
         """
@@ -128,7 +128,7 @@ class SingleTurn:
         return found
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
-        """Return the task's compared responses to a prompt. prompt: encoded. Errors: UserError if the task has none."""
+        """Return the responses to a prompt that the task compares. prompt: encoded. Errors: UserError if the task has none."""
         preference = self.task.comparison(prompt, rng)
         if not isinstance(preference, Preference):
             raise UserError(f"data.task: {self.task.name}.comparison gives {preference!r:.60}, no Preference")
@@ -156,7 +156,10 @@ class SingleTurn:
         return found
 
     def stepwise(self, prompt: Prompt, steps: Iterable[Step]) -> tuple[Sequence, list[int]]:
-        """Return a response in steps, and the positions of the steps' last tokens in the response. prompt: encoded."""
+        """Return prompt and steps as one sequence, and the position of each step's last token in the response.
+
+        prompt: encoded.
+        """
         empty = self.sequence(prompt, "")
         frame = empty.tokens[empty.prompt_length :].tolist()  # tokens around an answer; the last is the end token
         before, end = frame[:-1], frame[-1:]

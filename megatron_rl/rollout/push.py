@@ -118,7 +118,7 @@ class Pusher:
 
 
 def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
-    """Return a line for each trajectory with tokens from other or unknown weights than `version`: its prompt and versions."""
+    """Return a line (prompt, versions) for each trajectory with tokens from unknown weights or not from `version`."""
     lines = []
     for t in trajectories:
         spans = [span for span in t.weight_spans if span.version != version]

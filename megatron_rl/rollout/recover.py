@@ -20,7 +20,7 @@ RESTARTS = 3
 CANCEL_S = 5.0
 """Longest wait, in seconds, for the end of requests that were canceled or aborted."""
 CANCELLED = (asyncio.CancelledError, futures.CancelledError)
-"""Errors of canceled work: of a coroutine, and of a thread that waits for a coroutine."""
+"""Errors that canceled work raises: in a coroutine, and in a thread that waits for a coroutine."""
 
 
 class Recovery:
@@ -42,14 +42,15 @@ class Recovery:
         self._servers, self._ranks, self._make_room, self._moved = servers, ranks, make_room, moved
         self.external = external
         self.restarts = 0
-        """Number of restarted servers since the start of the run; with external servers, number that appeared or left."""
+        """Number of restarted servers since the start of the run; with external servers, number of servers that appeared or
+        left."""
 
     def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
         """Restart dead child servers, or update the list of external servers. Return True if the servers need the weights.
 
-        patience_s: longest wait for a change, in seconds. trouble: a request or push failed. Child servers that hang then count
-        as dead. External servers are then connected again even without a visible change, because a server may have been away
-        for a moment.
+        patience_s: longest wait for a change, in seconds. trouble: True if a request or push failed. Child servers that hang
+        then count as dead. External servers are then connected again even without a visible change, because a server may have
+        been away for a moment.
         """
 
         def changed() -> tuple[int, list[str]]:
@@ -81,7 +82,7 @@ def generate(
 
     revive: brings servers back with the current weights, on all processes; returns True if it brought back any server.
     begun: future of the collection, if it was already started. step: step that waits for the responses. stop: returns True to
-    end the collection. first: chooses the groups to take; None: all groups.
+    end the collection. first: chooses the groups to use; None: all groups.
     Errors: UserError, the same on every process, if a restart cannot help or did not help; StopRequested.
     """
 

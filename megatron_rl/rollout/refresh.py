@@ -106,8 +106,8 @@ class RefreshSchedule:
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
         """Return whether to refresh the engine now.
 
-        age: steps since the last refresh. confined: whether the trust region around the engine's weights refused or shortened
-        an update of this step. At the border of the trust region, the next updates could not move.
+        age: steps since the last refresh. confined: True if the trust region around the engine's weights refused or shortened
+        an update of this step. At the border of the trust region, the next updates could not change the policy.
         """
         config = self.config
         if drift is None:

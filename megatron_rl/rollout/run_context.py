@@ -36,7 +36,7 @@ class RunContext(Protocol):
     logger: RunLogger
 
     def begin_step(self) -> None:
-        """Mark the start of a step, which can be abandoned until it changes the state of the run (all ranks)."""
+        """Mark the start of a step on all ranks. The step can be abandoned until it changes the state of the run."""
         ...
 
     def asked_to_stop(self) -> bool:
@@ -48,7 +48,7 @@ class RunContext(Protocol):
         ...
 
     def gather_from_leaders(self, items: list[T]) -> list[T]:
-        """Return the concatenated lists of all copies of the model."""
+        """Return the lists of all data-parallel leaders, concatenated."""
         ...
 
     def current_clock(self, part: str) -> AbstractContextManager[Any]:

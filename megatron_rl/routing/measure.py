@@ -18,7 +18,8 @@ from megatron_rl.routing.table import RouteTable, deviation_counts, kl_divergenc
 class Foreseen(dict[int, Tensor]):
     """Layer -> [T, k] expert ids that the engine would choose from the logits of a pass.
 
-    These ids can differ from the trainer's choice, because only one of the two adds a predictor's bias to the logits.
+    These ids can differ from the trainer's choice, because either the engine or the trainer adds a predictor's bias to the
+    logits, not both.
     """
 
 
@@ -59,7 +60,7 @@ class EngineAgreement(RouteObserver):
             found[layer] = deviation_counts(engine, trainers, self.table.counted_with_route(engine))
 
     def metrics(self) -> Metrics:
-        """Return the agreement with the engine by layer."""
+        """Return the agreement with the engine for each layer."""
         found = self.table.left(EngineDeviations).items()
         return of_layers("engine_agreement", {n: derived(share_of_experts, c) for n, c in found}, self.update)
 
@@ -86,7 +87,7 @@ class RouteAgreement(RouteObserver):
             self.unpredicted[layer] = deviation_counts(unpredicted, own, counted)
 
     def metrics(self) -> Metrics:
-        """Return agreement and deviations by layer."""
+        """Return agreement and deviations for each layer."""
         agreement = {layer: derived(share_of_experts, counts) for layer, counts in self.deviations.items()}
         unpredicted = {layer: derived(share_of_experts, counts) for layer, counts in self.unpredicted.items()}
         return (
@@ -118,7 +119,7 @@ class RouteDistance(RouteObserver):
         return logits
 
     def metrics(self) -> Metrics:
-        """Return KL and staleness by layer."""
+        """Return KL and staleness for each layer."""
         found: Metrics = {}
         for name, layers in self._found.items():
             found |= of_layers(name, layers, self.update, each=name == "kl", later=name != "staleness")
@@ -144,7 +145,7 @@ class RouterEntropy(RouteObserver):
         return logits
 
     def metrics(self) -> Metrics:
-        """Return the entropy by layer."""
+        """Return the entropy for each layer."""
         tokens = len(self.table.counted_rows)
         return of_layers("entropy", {layer: per_token(s, tokens) for layer, s in self._sums.items()}, self.update)
 
@@ -178,7 +179,7 @@ class ExpertLoad(RouteObserver):
             found[layer] = load.scatter_add_(0, chosen.flatten(), tokens.flatten())
 
     def metrics(self) -> Metrics:
-        """Return the share of active experts and the largest load by layer."""
+        """Return the share of active experts and the largest load for each layer."""
         found: Metrics = {}
         for name, figure in {"active_experts": active_experts, "load_max": load_max}.items():
             # Average over layers and updates: their loads must not be added.

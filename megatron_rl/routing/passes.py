@@ -1,8 +1,8 @@
 """Hooks into the routers for one pass (forward and backward) of a micro-batch: observers that each router calls in turn.
 
 A `RoutePass` holds the observers and travels through the model together with the packed batch. Micro-batches in flight,
-pipeline stages and recomputation therefore always use their own `RoutePass`. Each router holds a `RouteSelector`, which knows
-the `RoutePass` only during the forward of its layer.
+pipeline stages and recomputation therefore always use their own `RoutePass`. Each router holds a `RouteSelector`, which has
+access to the `RoutePass` only during the forward pass of its layer.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class RouteObserver:
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Read the experts' outputs [T k, D], already multiplied by router weights [T, k]; return the outputs to use.
 
-        rows: [T, k], the rows of each token in `outputs`. The method is called in passes without gradients, and in an update
-        when gradients are computed.
+        rows: [T, k], the rows of each token in `outputs`. The method is called in passes without gradients. In an update, it is
+        called only in the run of a layer that computes gradients.
         """
         return outputs
 
@@ -229,18 +229,18 @@ class RouterLosses:
     real: Tensor
     """[T] bool: True for tokens that are not padding, of the T tokens that reach this process's routers."""
     weight: float
-    """Factor of a loss that is summed over tokens, in the backward, relative to the sum of the objective."""
+    """Factor of a router loss (a sum over tokens) in the backward pass, relative to the sum of the objective."""
     _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Sum of a loss over the tokens that are not padding, by name of the loss and model layer."""
 
     def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
-        """Return and store the sum of a loss's terms [T] without padding. layer: from 0. Recomputation stores it again."""
+        """Return and store the sum of a loss's terms [T], padding excluded. layer: from 0. Recomputation stores it again."""
         total = (terms * self.real).sum()
         self._sums.setdefault(name, {})[layer] = total.detach()
         return total
 
     def metrics(self, update: int) -> Metrics:
-        """Return the mean over tokens of each loss, by layer. update: number in the rollout batch, from 1."""
+        """Return the mean over tokens of each loss, for each layer. update: number in the rollout batch, from 1."""
         found: Metrics = {}
         tokens = self.real.sum()
         for name, layers in self._sums.items():

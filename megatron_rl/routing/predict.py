@@ -39,7 +39,7 @@ class PredictRoutes(RouteObserver):
         return logits if self.chosen_by_engine else logits + bias
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        """Store the choice that would have been made without prediction."""
+        """Store the experts that the router would have chosen without prediction."""
         foreseen = self.table.left(Foreseen).pop(layer)
         if not self.chosen_by_engine:
             self.table.left(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
@@ -78,6 +78,6 @@ class PredictorGradients(RouteObserver):
         return len(self.table.features[layer].logits) if layer in self._losses else 0
 
     def metrics(self) -> Metrics:
-        """Return the predictors' loss by layer."""
+        """Return the predictors' loss for each layer."""
         losses = {layer: per_token(loss, self.tokens(layer)) for layer, loss in self._losses.items()}
         return of_layers("predictor_loss", losses, self.update)

@@ -45,8 +45,8 @@ class ReplayGates(ReplayRoutes):
 def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tuple[Tensor, Tensor]:
     """Replace replayed experts whose router probability is very small; return routes [T, k] and bool mask of replacements.
 
-    An expert is given up if its probability is below `below` times the smallest probability among the router's own choice
-    `own` [T, k]. The likeliest own expert that the token does not have yet replaces it, so that the token keeps k different
+    An expert is replaced if its probability is below `below` times the smallest probability among the router's own choice `own`
+    [T, k]. The replacement is the likeliest expert of `own` that the token does not have yet, so the token keeps k different
     experts. log_probs: [T, E] of the router. This follows prime-rl (pull request 2703), which uses the same ratio.
     """
     replayed, of_own = log_probs.gather(1, routes), log_probs.gather(1, own)
@@ -62,7 +62,7 @@ def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tup
 class ReplayLikely(RouteObserver):
     """Replays the routes of `replayed`, but replaces engine experts whose router probability is very small (`give_up`).
 
-    If an expert of a token is given up in a layer, the token uses the router's own weights in this layer, because the engine's
+    If an expert of a token is replaced in a layer, the token uses the router's own weights in this layer, because the engine's
     weights belong to another set of experts.
     """
 
@@ -75,12 +75,12 @@ class ReplayLikely(RouteObserver):
         self._routes: dict[int, Tensor] = {}
         """Layer -> [T, k] ids, as decided in the first forward: recomputation must not decide again."""
         self._whole: dict[int, Tensor] = {}
-        """Layer -> [T] bool: True if no expert of the token was given up."""
+        """Layer -> [T] bool: True if no expert of the token was replaced."""
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        """Layer -> number of given-up experts of the counted tokens, and number of all replayed experts of these tokens."""
+        """Layer -> number of replaced experts of the counted tokens, and number of all experts of these tokens' routes."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """Decide which experts are given up."""
+        """Replace unlikely experts in the layer's routes and store the result; return the logits unchanged."""
         routes = self.replayed.replay(layer)
         if routes is None or layer in self._routes:
             return logits
@@ -95,7 +95,7 @@ class ReplayLikely(RouteObserver):
         return logits
 
     def replay(self, layer: int) -> Tensor | None:
-        """Return the routes, with replacements for the experts that were given up."""
+        """Return the routes, in which unlikely experts are replaced."""
         return self._routes.get(layer)
 
     def gates(self, layer: int) -> Tensor | None:
@@ -104,7 +104,7 @@ class ReplayLikely(RouteObserver):
         return None if gates is None else torch.where(self._whole[layer][:, None], gates, 0.0)
 
     def metrics(self) -> Metrics:
-        """Return the share of experts given up by layer."""
+        """Return the share of replaced experts for each layer."""
         return of_layers("given_up", {n: derived(share, *c) for n, c in self._counts.items()}, self.update)
 
 

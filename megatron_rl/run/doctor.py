@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the doctor: how to look for a part, and what to report if the part is absent or the look itself fails."""
+    """A check of the doctor: how to look for a part, and what to report if the part is absent or `look` fails."""
 
     part: str
     look: Callable[[], Look]
@@ -192,7 +192,7 @@ def _transformer_engine() -> Look:
 
 
 def _recipes(side: Literal["trainer", "rollout"]) -> Look:
-    """Return the recipes of precision.train or precision.rollout that this machine supports. A run makes the same check."""
+    """Return the values of precision.train or precision.rollout that this machine supports. A run makes the same check."""
     from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
     machine = this_machine()
@@ -361,7 +361,7 @@ print("\\n" + json.dumps(out))
 
 
 def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
-    """Start to import SGLang in its own environment during the other checks.
+    """Start a process that imports SGLang in its own environment while the other checks run.
 
     Returns (the environment's Python, the process).
     """

@@ -36,7 +36,7 @@ PORT = 29500
 """Port on the first pod of the trainer, at which the trainer's processes find each other."""
 CONFIG_FOLDER = "/etc/megatron_rl"
 NAME_LENGTH = 40
-"""Longest name of a JobSet. Kubernetes derives the names of pods from it, which are longer and have at most 63 characters."""
+"""Longest name of a JobSet. Kubernetes derives longer pod names from it, which may have at most 63 characters."""
 PROBE = """import os, urllib.error, urllib.request
 try:
     urllib.request.urlopen(open(os.environ['ADDRESS_FILE']).read().strip() + '/ready', timeout=20)
@@ -93,7 +93,7 @@ def with_keys(found: PodConfig, changes: Mapping[str, object]) -> PodConfig:
 
 
 def object_name(name: str) -> str:
-    """Return a run's name as Kubernetes allows it: lower case, digits and -. A changed name ends in part of the name's hash."""
+    """Return a run's name as Kubernetes allows it (lower case, digits, -). A changed name gets part of the original's hash."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if plain == name and name[0].isalpha() and len(name) <= NAME_LENGTH:
         return name

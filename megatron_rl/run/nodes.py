@@ -88,7 +88,7 @@ def nodes_of(config: Config, args: argparse.Namespace) -> Nodes:
 
 
 def checked_nodes(config: Config, args: argparse.Namespace) -> Nodes:
-    """Return `nodes_of`, after checking the config for this number of trainer processes. Errors: UserError."""
+    """Return the result of `nodes_of`, after checking the config for this number of trainer processes. Errors: UserError."""
     nodes = nodes_of(config, args)
     check_config(config, args.run, nodes.processes)
     return nodes

@@ -51,7 +51,7 @@ from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 _MANY_OBJECTS = 300_000
-"""Number of old Python objects above which they are excluded from garbage collection. The modules alone have half a million."""
+"""If Python has more old objects than this, it no longer scans them for garbage. The modules alone have half a million."""
 
 
 class Stateful(Protocol):
@@ -160,7 +160,7 @@ class Run:
         self._frozen = False
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
-        """eval/score by evaluated step. For runs that learn from data alone, -eval/loss."""
+        """{evaluated step: its eval/score}. For runs that learn from data alone: -eval/loss."""
         self.idle_steps = 0
         """Number of consecutive steps, up to the latest, in which all updates were skipped."""
         self.kl = KLControl(config.algorithm.kl)
@@ -394,7 +394,7 @@ class Run:
         return self.current_clock
 
     def end_step(self) -> None:
-        """Count the step whose updates are done."""
+        """Increase the step number after the updates of a step."""
         self.step += 1
 
     def record_idle(self, steps: int) -> None:
@@ -408,7 +408,7 @@ class Run:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
-        """Return whether something that happens every `every` steps is due now. 0: only after the last step."""
+        """Return whether an action that runs every `every` steps is due now. 0: only after the last step."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def keep_state_of(self, *objects: Stateful) -> None:
@@ -420,7 +420,8 @@ class Run:
     def checkpoint(self, prepare: Callable[[], None] = lambda: None) -> None:
         """After a step, finish a background save whose files are written, and save if a checkpoint is due (all ranks).
 
-        prepare: called before a save. If an engine shares the trainer's GPUs, it brings the whole trainer back onto them.
+        prepare: called before a save. If an engine shares the trainer's GPUs, `prepare` brings the whole trainer back onto
+        them.
         """
         if self._saving is not None and self._saving.written():
             self.finish_save()
@@ -494,7 +495,7 @@ class Run:
     # -- data over ranks ----------------------------------------------------------------------------------------------
 
     def gather_from_leaders(self, items: list[T]) -> list[T]:
-        """Return the lists of all copies of the model, concatenated by data-parallel rank (all ranks)."""
+        """Return the leaders' lists, concatenated in the order of data-parallel ranks (all ranks)."""
         return [x for part in self.ranks.gather_from_leaders(items) for x in part]
 
     def gather_groups(self, trajectories: list[Trajectory], what: Callable[[Trajectory], T]) -> list[list[T]]:

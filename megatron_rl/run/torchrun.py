@@ -24,7 +24,7 @@ def needs_torchrun(nproc: int) -> bool:
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:
-    """Forward a signal to the processes of --nproc, which save and exit. torchrun gets none: it would kill them after 30 s."""
+    """Forward a signal to the processes of --nproc, which save and exit. torchrun itself would kill them after 30 s."""
     started = psutil.Process().children()
     if not started:
         sys.exit(128 + number)
@@ -36,7 +36,7 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
     """Run this command in `nproc` processes, each with its share of the CPU cores, and wait until they end.
 
-    failing: exit status of the processes that this process returns too. Any other status except 0 becomes 2.
+    failing: if a process fails first with this exit status, it is returned. After any other failure, 2 is returned.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run

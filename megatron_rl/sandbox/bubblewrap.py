@@ -33,7 +33,7 @@ NOBODY = 65534
 PROCESSES = 16
 TMP_BYTES = 64 * 2**20
 KERNEL_BYTES = 64 * 2**20
-"""Kernel memory that a container may use, if a control group counts it: pipes, sockets, names of files."""
+"""Bytes of kernel memory that a container may use for pipes, sockets and names of files. Only a control group counts them."""
 MOST_FILES = 20_000
 OWN_PROCESSES = 4
 """Number of bubblewrap's own processes in addition to the program's."""
@@ -154,7 +154,7 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
 
 
 class Container:
-    """A Python script that runs in a container. `stdin` and `stdout` are its pipes, `end` kills it with all its processes.
+    """A Python script that runs in a container. `stdin` and `stdout` are its pipes; `end` kills all its processes.
 
     The container also dies with the thread that started it (PR_SET_PDEATHSIG), so that it does not outlive a killed run.
     """
@@ -402,8 +402,8 @@ def run_python(
 ) -> Outcome:
     """Run a program in a container, with limits of wall-clock time, memory (of all processes) and output bytes (per stream).
 
-    Nothing that the program does makes this function raise. The outcome's `reason` is refused if this machine cannot contain
-    the program.
+    This function raises no exception, whatever the program does. The outcome's `reason` is refused if this machine cannot
+    contain the program.
     """
     if "\0" in code:  # Python would ignore the code after it
         return Outcome("", "SyntaxError: source code cannot contain null bytes\n", 1, "error")

@@ -121,7 +121,9 @@ class WorkerPool:
             self._idle.put(None)
 
     def map(self, calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None) -> list[Any]:
-        """Return the results of the calls in order. The result is a Failure if a call timed out, raised or crashed.
+        """Return the results of the calls in order.
+
+        The result is a Failure if a call timed out, raised an exception or crashed.
 
         calls: positional arguments of each call. keywords: keyword arguments of each call. Errors: UserError if workers do not
         start, or were repeatedly killed from outside.
@@ -167,7 +169,7 @@ class WorkerPool:
     def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
         """Return the exception that a call raised, or None. Errors: TimeoutError if no process takes the call within limit_s.
 
-        If a process is killed while it takes a call, the pool may be left without a process that can take calls.
+        If a process is killed while it accepts a call, the pool may have no process left that can accept calls.
         """
         try:
             return future.exception(limit_s)

@@ -29,7 +29,7 @@ DECODERS = 4
 """Number of threads that decode replies. Routes of a response are many megabytes, which would block the event loop."""
 NO_SIGN = "gives no sign of life"
 PASSING = (408, 425, 429)
-"""HTTP statuses of a busy server, or of a busy proxy in front of it. The client sends the request again, as after a 5xx."""
+"""HTTP statuses of a busy server, or of a busy proxy in front of it. The client repeats the request, as after a 5xx status."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
 """Prefixes of a request's id: the first asks the model for router features, the second for router logits alone. The id is used
 because SGLang has no request field that reaches the model. The served model reads the prefix (`ASKS` in its export.py)."""
@@ -44,7 +44,7 @@ def with_scheme(address: str) -> str:
 def server_order(number: int, total: int, servers: int) -> list[int]:
     """Return the servers to try, as indices in order, for request `number` of `total`.
 
-    total: number of requests of all leaders (a leader sends the requests of its data-parallel rank). Neighboring requests, such
+    total: number of requests of all leaders; a leader sends the requests of its data-parallel rank. Neighboring requests, such
     as the samples of a prompt, mostly have the same first server. The numbers of requests per server differ by at most one. If
     a server fails, its requests are spread evenly over the others.
     """
@@ -92,12 +92,12 @@ class SGLangClient:
         """concurrency: largest number of responses in flight. timeout_s: timeout of one HTTP call, in seconds.
 
         lost(): whether all servers are known to be dead. health: (interval, timeout) of each server's health check, in seconds;
-        if a server fails the check, its unanswered requests go to other servers at once. adapter: name of the adapter with
-        which servers answer; None: the model without adapter. run: id of the run that owns the weights; weight versions in
-        replies are then steps of the run. key: API key of all servers; empty: the servers need no key. vocabulary: size of the
-        model's vocabulary; a reply with a token outside the vocabulary is an error. versions: weight versions of this run, a
-        set that grows; None: any version is accepted. A server that answers with another version was restarted, and its answers
-        are not used. pushed(): weight version that was last sent to the servers, or is being sent; None: unknown.
+        if a server fails the check, its unanswered requests go to other servers at once. adapter: name of the LoRA adapter that
+        the servers use; None: the model without adapter. run: id of the run that owns the weights; weight versions in replies
+        are then steps of the run. key: API key of all servers; empty: the servers need no key. vocabulary: size of the model's
+        vocabulary; a reply with a token outside the vocabulary is an error. versions: weight versions of this run, a set that
+        grows; None: any version is accepted. A server that answers with another version was restarted, and its answers are not
+        used. pushed(): weight version that was last sent to the servers, or is being sent; None: unknown.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
@@ -166,7 +166,7 @@ class SGLangClient:
         """Return a response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
         sampling: SGLang's sampling_params, one for all prompts or one per prompt; options: other fields of the request.
-        prefixes: prompts that other calls to the server have too; the server computes each of these prompts once.
+        prefixes: prompts that other calls to the server contain too; the server computes each of these prompts once.
         routes_start: number of rows at the start of each prompt's routes that the caller already knows; the server leaves these
         rows out. top_log_probs: number of likeliest tokens whose log-probs are returned with each token of the responses.
         Errors: EngineLost after all retries; UserError for a problem that retries cannot solve.
@@ -283,7 +283,7 @@ class SGLangClient:
         await asyncio.gather(*posts, return_exceptions=True)  # a silent server ends by its timeout
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
-        """Rename the weight versions in the replies to steps of this run, and check them.
+        """Replace the weight versions in the replies by steps of this run, and check them.
 
         Errors: NoAnswer for weights that this run has not pushed, UserError for weights of another run.
         """

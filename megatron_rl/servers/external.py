@@ -1,4 +1,4 @@
-"""Checks of external servers: compares what each server reports about itself with what the config needs."""
+"""Checks external servers: compares what each server reports about itself with what the config needs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def problems(
     pushes: bool,
     run: str = "",
 ) -> list[str]:
-    """Return what the config needs and a server cannot do: a predicate ("runs without --enable-lora, ...") for each problem.
+    """Return the problems that a server has with the config, each as a predicate ("runs without --enable-lora, ...").
 
     info, model: answers of SGLang's /server_info (resolved arguments) and /model_info. pushes: whether this run
     pushes weights to the server; otherwise the server answers with the weights of its model folder. run: id of this run. A

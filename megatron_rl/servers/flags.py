@@ -20,7 +20,7 @@ TAKES_FP32 = ("triton", "torch_native", "flex_attention")
 """Attention backends that compute in fp32; SGLang's choices for large GPUs (fa3, trtllm_mha, trtllm_mla, flashinfer) do not."""
 AS_PUSHED = ("triton", "auto")
 """Values of --moe-runner-backend that keep the experts in the layout of a push and use SGLang's top-k, which captures routes.
-If SGLang still reports `auto` after its choice, this is Triton's runner. SGLang chooses triton_kernel for gpt-oss, whose own
+If SGLang still reports `auto` after its choice, it uses Triton's runner. For gpt-oss, SGLang chooses triton_kernel, whose own
 top-k captures nothing. On Blackwell it chooses flashinfer_trtllm, which routes inside its kernel, so that the capture buffer
 keeps old rows. flashinfer_trtllm also changes the layout of the experts."""
 FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}

@@ -30,7 +30,7 @@ PAUSE_S = 0.5
 NEW_S = 2.0
 """Longest wait, in seconds, for an answer of a server that is not a member. The next push checks a late server again."""
 SETTLE_S = 5.0
-"""If all servers were lost and one came back: seconds to wait for more, because servers often come back together."""
+"""Seconds to wait for more servers after all were lost and one came back, because servers often come back together."""
 
 
 class Fleet:
@@ -105,7 +105,7 @@ class Fleet:
         return with_scheme(text) if text and text.isprintable() and " " not in text else ""
 
     def _listed(self) -> list[str]:
-        """Return the servers of rollout.addresses; a router stands for its servers, which stay listed if the router is gone."""
+        """Return the servers of rollout.addresses; a router is replaced by its servers, which stay listed if it is gone."""
         for address in self.config.rollout.addresses:
             if address in self._behind and address not in self._routers:  # a server, never a router
                 continue
@@ -129,7 +129,7 @@ class Fleet:
         self._renew(max(1, wanted), self.config.rollout.server.start_timeout_s)
 
     def changed(self, patience_s: float = 0.0, *, trouble: bool = False) -> int:
-        """Count silent members and answering non-members; if the count is 0, wait up to `patience_s` seconds for a change."""
+        """Return the number of silent members and answering non-members. Wait up to `patience_s` s until it is above 0."""
         del trouble  # all servers are asked in either case
         deadline = time.monotonic() + patience_s
         while True:

@@ -35,7 +35,7 @@ def find_python(configured: str | None = None) -> Path:
 
 
 def check_plugin(python: Path) -> None:
-    """Raise UserError if SGLang's environment lacks megatron-rl-sglang or has other code of it than this process."""
+    """Raise UserError if SGLang's environment lacks megatron-rl-sglang, or its code differs from this process's copy."""
     command = [python, "-m", "megatron_rl_plugin.installed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
@@ -50,7 +50,7 @@ def check_plugin(python: Path) -> None:
 def plugin_problem(python: Path, found: str | None) -> str | None:
     """Return the error text if SGLang's environment has another megatron-rl-sglang than this process; else None.
 
-    python: interpreter of the environment. found: what `megatron_rl_plugin.installed` prints there; None: it prints nothing.
+    python: interpreter of the environment. found: output of `megatron_rl_plugin.installed` there; None: no output.
     """
     if found == installed.code():
         return None

@@ -16,7 +16,7 @@ from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 
 NEVER = -1e30
-"""Log-probs up to this bound mean minus infinity. If a probability is 0 in fp32, SGLang sends its type's lowest number."""
+"""Log-probs at or below this bound mean minus infinity. If a probability is 0 in fp32, SGLang sends the lowest fp32 number."""
 MOST_LOG_PROB = 1e-5
 """Largest valid log-prob. It is above 0 because in fp32 the probabilities of a vocabulary sum to 1 only within about 2^-20."""
 MOST_VOCABULARY = 2**31 - 1
@@ -51,7 +51,7 @@ class Reply:
     """Text decoded by the server; empty if the server has no tokenizer."""
 
     def first(self, count: int) -> Reply:
-        """Return the reply as if the server had stopped after `count` tokens, by a stop rule that needs these tokens alone."""
+        """Return the reply as if the server had stopped after `count` tokens, by a stop rule that reads only these tokens."""
         dropped = len(self.tokens) - count
         spans = [replace(span, end=min(span.end, count)) for span in self.weight_spans if span.start < count]
         return replace(

@@ -41,7 +41,8 @@ class RequestSlots:
     async def take(self, count: int, step: int = 0) -> AsyncIterator[None]:
         """Wait until `count` slots are free, and hold them during the `async with` block.
 
-        step: training step that waits for the answers. A count above the limit waits until no slot is taken, and runs alone.
+        step: training step that waits for the answers. A call with a count above the limit waits until no slot is in use, and
+        runs alone.
         """
         loop = asyncio.get_running_loop()
         with self._lock:

@@ -77,7 +77,7 @@ TEACHER = (
 
 
 def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeout_s: float, key: str = "") -> None:
-    """Set teacher_log_probs of each trajectory to the log-probs of an SGLang server of the teacher, at temperature 1.
+    """Set teacher_log_probs of each trajectory: the teacher's log-probs at temperature 1, from the teacher's SGLang server.
 
     Errors: UserError if the server does not answer, or returns no log-probs of these tokens.
     """

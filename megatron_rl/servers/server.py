@@ -152,7 +152,7 @@ class RolloutServer:
     feature_stride: int = 0
     """Stride s > 0: all replies contain router features of every s-th response token (`EngineFeatures`); 0: none."""
     processor: bool = False
-    """True if requests may use the logit processor of pruning.enabled and rollout.sampling.tail_floor (`SamplingSupport`)."""
+    """True if requests may use the logit processor for pruning.enabled and rollout.sampling.tail_floor (`SamplingSupport`)."""
     kept_sets: bool = False
     """True if requests may ask for the set of tokens that the truncation of the distribution (top-p, top-k) keeps."""
     seeded_sets: bool = False
@@ -169,7 +169,7 @@ class RolloutServer:
     adapter_rank: int = 0
     """Rank of the LoRA adapter that is served with the base model; 0: no adapter."""
     adapter_modules: Sequence[str] = ()
-    """Last parts of the names of the layers that have an adapter (q_proj, ...)."""
+    """Name suffixes of the layers that have an adapter, such as q_proj."""
     keeps_weights: bool = False
     """True if a sleeping server keeps its weights in host memory, instead of losing them."""
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -249,7 +249,10 @@ class RolloutServer:
         self._reserved.close()
 
     def command(self, machine: Machine | None = None) -> list[str]:
-        """Return the server's command line on a machine (default: this one). Errors: UserError for contradicting extra_args."""
+        """Return the server's command line on a machine (default: this one).
+
+        Errors: UserError if extra_args contradict the config.
+        """
         machine = machine or this_machine()
         routes = self.routes or self.predictor
         chosen = server_flags(self._hf_config(), self.dtype, machine, routes=routes, seeded_sets=self.seeded_sets)
@@ -442,7 +445,7 @@ class RolloutServer:
             self.asleep |= given
 
     def wake(self, *tags: str) -> None:
-        """Take memory back (all released tags, or the given ones). If nothing stays released, waiting requests continue.
+        """Allocate released memory again: all of it, or the given tags. If nothing stays released, waiting requests continue.
 
         Errors: UserError as for `sleep`, and also if the server is dead.
         """
@@ -454,13 +457,13 @@ class RolloutServer:
         self.asleep -= taken
 
     def flush(self) -> None:
-        """Empty the prefix cache. No request may be running. Errors: the same as `wake`."""
+        """Empty the prefix cache. No request may be running. Errors: UserError as for `wake`."""
         self._control((f"/flush_cache?timeout={FLUSH_S}", {}), must_live=True)
 
     def retract(self) -> None:
         """Interrupt running requests and drop the KV cache. The requests continue, and all their tokens are computed again.
 
-        Errors: the same as `wake`.
+        Errors: UserError as for `wake`.
         """
         calls = ("/pause_generation", {"mode": "retract"}), ("/flush_cache", {}), ("/continue_generation", {})
         self._control(*calls, must_live=True)

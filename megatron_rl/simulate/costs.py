@@ -53,7 +53,7 @@ class Costs:
     log_probs_share: NonNegativeFloat = 1 / 3
     """Time of a log-prob pass, divided by the training time of the same tokens, pairs and micro-batches."""
     log_probs_s: NonNegativeFloat = 0.0
-    """Time per step that comes with the log-prob passes, for advantages and packing."""
+    """Time per step for advantages and packing, which are timed together with the log-prob passes."""
     push_s: NonNegativeFloat = 0.0
     """Time of a weight sync, independent of the number of servers."""
     push_server_s: NonNegativeFloat = 0.0

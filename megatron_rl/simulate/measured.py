@@ -19,7 +19,7 @@ from megatron_rl.simulate.costs import Costs, Setting
 from megatron_rl.simulate.simulated_step import Simulated, TrainerWork, simulate
 
 WARM_UP = 2
-"""Number of first steps that do not count, because caches fill and kernels are compiled."""
+"""Number of warm-up steps, which are not compared because caches fill and kernels are compiled."""
 UNLIMITED = 1 << 30
 PARTS = ("rollout", "log_probs", "train", "sync")
 NOT_MODELLED = ("eval", "checkpoint")
@@ -34,10 +34,10 @@ class Measured:
     lengths: list[np.ndarray]
     """Response lengths as [responses] per step, for all steps from the first one on."""
     seconds: list[dict[str, float]]
-    """Seconds of each step that counts, as {part: seconds}. The parts are PARTS, other and step, without evaluations and
+    """Seconds of each step in `steps`, as {part: seconds}. The parts are PARTS, other and step, without evaluations and
     checkpoints."""
     steps: list[int]
-    """Indices (from 0) of the steps that count. They come after the warm-up, and no server restarted in them."""
+    """Indices (from 0) of the steps in steady state. They come after the warm-up, and no server restarted in them."""
 
 
 def read_measured(folder: Path) -> Measured:
@@ -180,7 +180,7 @@ def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def calibrate(runs: Sequence[Measured]) -> Costs:
-    """Estimate costs from runs. Runs with max_staleness 0 determine all costs except overlap_slowdown; the others determine it.
+    """Estimate costs from runs. Runs with max_staleness 0 determine all costs but overlap_slowdown, which needs other runs.
 
     Runs of different sizes determine more costs. Errors: UserError without a run with max_staleness 0.
     """
@@ -229,7 +229,7 @@ def _median(runs: Sequence[Measured], part: str) -> float:
 
 
 def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
-    """Estimate overlap_slowdown. Simulated time is linear in it, because the amount of work does not depend on it."""
+    """Estimate overlap_slowdown. Simulated time is linear in this factor, because the amount of work does not depend on it."""
     if not ahead:
         return 1.0
     steps = [step for run in ahead for step in predict(run, costs).steps]
@@ -239,14 +239,14 @@ def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
 
 
 def predict(run: Measured, costs: Costs) -> Simulated:
-    """Simulate the run's steps that count, with the run's response lengths."""
+    """Simulate the run's steps in steady state (`run.steps`), with the run's response lengths."""
     found = simulate(run.setting, costs, run.lengths)
     return replace(found, steps=[found.steps[step] for step in run.steps])
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A part of the step: its median time over the steps that count, in seconds, measured and predicted."""
+    """A part of the step: its measured and predicted median time over the steps in steady state, in seconds."""
 
     name: str
     part: str

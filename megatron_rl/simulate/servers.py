@@ -92,7 +92,7 @@ class _Server:
         """Prompts that are in the prefix cache."""
 
     def advance(self, now: float) -> None:
-        """Compute from the last call until the time `now` (in seconds)."""
+        """Simulate the server's work from the last call until the time `now` (in seconds)."""
         left = now - self._time
         self._time = now
         if not self.running:
@@ -180,7 +180,7 @@ class Servers:
         self._calls: list[deque[Call]] = [deque() for _ in range(setting.leaders)]
         self._arrivals: deque[tuple[float, list[list[Call]]]] = deque()
         self._ends: list[tuple[float, int, int]] = []
-        """Heap of (time of the next end, server, the server's stamp). Entries with an old stamp do not count."""
+        """Heap of (time of the next end, server, the server's stamp). Entries with an old stamp are ignored."""
         self._asked: dict[int, list[Request]] = {}
         self._open: dict[int, int] = {}
         """{batch: number of its responses that have not ended}."""

@@ -24,7 +24,7 @@ from megatron_rl.simulate.simulated_step import Simulated, simulate
 
 @section
 class Scenario:
-    """Content of a scenario file. Steps have the same number of responses per GPU for every number of GPUs."""
+    """Content of a scenario file. A step's number of responses per GPU does not depend on the number of GPUs."""
 
     gpus: list[Positive] = dataclasses.field(default_factory=lambda: [8, 64, 512, 4096])
     modes: dict[str, Mode]
@@ -50,7 +50,7 @@ class Scenario:
     """Number of model parts per pipeline stage (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
-    """Number of simulated steps that count, after the first steps in which the servers get ahead of the trainer."""
+    """Number of simulated steps to evaluate, after the first steps, in which the servers get ahead of the trainer."""
     seed: Count = 0
 
     @model_validator(mode="after")

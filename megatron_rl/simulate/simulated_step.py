@@ -39,13 +39,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The simulated steps of a run, without the steps that do not count."""
+    """The simulated steps of a run, without the steps at its start and end that `simulate` skips."""
 
     steps: list[Step]
     idle: float
     """Share of the servers' time in which a server runs nothing, including weight syncs."""
     tail: float
-    """Share of the time in which responses run, but fewer than a tenth of the largest number."""
+    """Share of the time in which some responses run, but fewer than a tenth of the largest number at any time."""
     work: list[Work]
     """Work that each server has done."""
 
@@ -89,8 +89,8 @@ class TrainerWork:
 def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | np.ndarray], skip: int = 0) -> Simulated:
     """Simulate steps that train on responses of these lengths, given as [responses] for each step, in order.
 
-    skip: number of first steps that do not count, because the servers are not yet ahead of the trainer. If it is not 0, the
-    last max_staleness steps do not count either.
+    skip: number of steps at the start to leave out, because the servers are not yet ahead of the trainer. If `skip` is not 0,
+    the last max_staleness steps are left out too.
     """
     servers, steps, asked = Servers(setting, costs), [], 0
     last = len(lengths) - setting.max_staleness if skip else len(lengths)

@@ -85,9 +85,10 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
 
 
 def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether the engine has transposed gpt-oss's experts [E, in, out] to [E, out, in]. SGLang's Triton kernels do not.
+    """Return whether the engine stores gpt-oss's experts [E, in, out] transposed, as [E, out, in].
 
-    Experts of all other families have no biases and are [E, out, in] in trainer and engine.
+    With its Triton kernels, SGLang does not transpose them. Experts of all other families have no biases and are [E, out, in]
+    in trainer and engine.
     """
     if f"{prefix}.w13_weight_bias" not in parameters:
         return False
@@ -144,7 +145,7 @@ class WeightsDigest:
         self._values: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the given Hugging Face tensors unchanged and add each to the digest. Tensors that are all zero do not count."""
+        """Yield the given Hugging Face tensors unchanged and add each to the digest. All-zero tensors do not affect it."""
         for name, tensor in named_tensors:
             seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
             self._values[name] = fingerprint_tensor(seen)
@@ -238,7 +239,7 @@ class ExpectedChecksums:
         return _Piece(slot, name, size, [fingerprint_tensor(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
-        """Return all parameters that differ, each with the pushed tensors that it consists of; [] if both sides agree."""
+        """Return all parameters that differ, each with the pushed tensors that it consists of; [] if there are none."""
         self.collect()
         found = []
         for parameter in self._engine:
@@ -305,7 +306,7 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[
 
 
 def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, list[int]]]:
-    """Return the blocks that one of max(cuts) ranks holds of each piece. Neighbors share a block of a piece with fewer cuts."""
+    """Return each piece's blocks on rank `rank` of max(cuts). Neighboring ranks share the blocks of a piece with fewer cuts."""
     held = []
     for piece, cut in zip(pieces, cuts, strict=True):
         blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)

@@ -26,8 +26,8 @@ class DistributedTransport(Transport):
     """Sends weights by `/update_weights_from_distributed`. Trainer rank 0 is rank 0 of each group, before the servers' ranks.
 
     NCCL has one group with all servers, because its broadcast passes the data on from server to server. Gloo has one group for
-    each server: if a member of a gloo group is dead, a broadcast fails before it has reached the other members. They would wait
-    until their timeout, because `abort` does not close gloo's connections (torch 2.14).
+    each server: if a member of a gloo group is dead, a broadcast fails before it has reached the other members. The other
+    members would then wait until their timeout, because `abort` does not close gloo's connections (torch 2.14).
 
     A group is a bare backend object, outside torch.distributed's registry of groups. No other group depends on it, so a
     failed group can be discarded and replaced.

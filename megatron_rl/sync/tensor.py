@@ -1,7 +1,7 @@
 """Weight transport by shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies from it.
 
 The bucket is on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, which needs
-peer access (megatron_rl/checks/preflight.py checks it). The bucket's GPU need not be visible to them.
+peer access (megatron_rl/checks/preflight.py checks it). The bucket's GPU need not be visible to these ranks.
 """
 
 from __future__ import annotations

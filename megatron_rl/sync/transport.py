@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeightSyncError(UserError):
-    """A push failed, or the engine does not hold the pushed weights."""
+    """Raised if a push failed, or if the engine does not hold the pushed weights."""
 
 
 # -- buckets -------------------------------------------------------------------------------------------------------------

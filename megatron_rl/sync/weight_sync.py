@@ -104,7 +104,7 @@ class WeightSync:
     # --- every rank -------------------------------------------------------------------------------------------------
 
     def connect(self, addresses: list[str] | None = None) -> None:
-        """Connect to the servers. This is cheap if the connection still holds. If a server was restarted, it connects again.
+        """Connect to the servers. This is cheap if the connection still holds. A restarted server is connected again.
 
         `push` does this by itself. addresses: new addresses of the servers, if these have changed.
         """
@@ -113,7 +113,7 @@ class WeightSync:
         self._together(self._connect)
 
     def move(self, addresses: list[str]) -> None:
-        """Replace the servers' addresses. The next push goes to the new servers. Every rank calls this. It does not wait."""
+        """Replace the servers' addresses. The next push goes to the new servers. All ranks call this, without waiting."""
         if list(addresses) != self.addresses:
             self._disconnect()
             self.addresses = list(addresses)
@@ -343,7 +343,7 @@ class WeightSync:
                 )
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which the engine holds a tensor. It may keep some tensors (routing biases) in fp32."""
+        """Return the dtype in which the engine holds a tensor. The engine may keep some (routing biases) in fp32."""
         slot = self._slot_of(name)
         if slot is None:
             remedy = ": start it through tools/serve.py with this config" if name.endswith(PREDICTOR_WEIGHT) else ""

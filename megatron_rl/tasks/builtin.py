@@ -32,7 +32,8 @@ class NumberSortingOptions:
     size: Annotated[int, Field(ge=1)] = 20_000
     """Number of different training prompts."""
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the demonstrations in which two neighbors are swapped. They give a warm start that RL can improve."""
+    """Share of the demonstrations in which two neighboring numbers are swapped. SFT on such demonstrations gives a start that
+    RL can improve."""
     times: Annotated[int, Field(ge=1)] = 1
     """Number of times that the answer contains the sorted list. A larger number makes longer answers, in which every token
     matters."""
@@ -94,7 +95,7 @@ class NumberSorting(Task):
 
 
 def _integer(text: str) -> int:
-    """Parse an integer of reasoning-gym, which writes it as '6.0' (or '-0.0')."""
+    """Parse an integer that reasoning-gym writes as '6.0' (or '-0.0')."""
     return int(float(text))
 
 

@@ -24,8 +24,8 @@ def render(
 ) -> str:
     """Render a conversation with the tokenizer's chat template. what: name of the conversation in error messages.
 
-    options: arguments of apply_chat_template. Errors: UserError if the template raises an exception, with the exception's
-    message. A template is a program of the model's author and may raise any exception.
+    options: arguments of apply_chat_template. Errors: UserError with the exception's message, if the template raises an
+    exception. A template is code from the model's author and may raise any exception.
     """
     try:
         plain = [dict(message) for message in messages]
@@ -38,8 +38,8 @@ def render(
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, *, tools: Any = None) -> str:
     """Render a conversation up to the start of the model's reply, and check that the template leaves nothing out.
 
-    Errors: UserError if the template raises, if it changes or drops the content of a message, if it does not show the tools, or
-    if it does not add the start of a reply.
+    Errors: UserError if the template raises an exception, if it changes or drops the content of a message, if it does not show
+    the tools, or if it does not add the start of a reply.
     """
     text = render(tokenizer, messages, what, tools=tools, add_generation_prompt=True)
     check_shown(text, messages, what)
@@ -106,8 +106,8 @@ def end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token that ends an assistant's turn, as a list of one token id. It is found by rendering a turn.
 
-    The token is the first special token after the assistant's content. Without such a token or without a template, it is the
-    end-of-sequence token, or the list is empty if there is none.
+    The token is the first special token after the assistant's content. Without such a token, or without a template, the
+    function returns `end_of_sequence(tokenizer)`.
     """
     if tokenizer.chat_template:
         try:
@@ -140,7 +140,7 @@ def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 NO_TEXT = -1
-"""Stands for the number of bytes of a token without text, such as the end-of-sequence token."""
+"""Value in place of the number of bytes, for a token without text such as the end-of-sequence token."""
 
 
 def encode_text(

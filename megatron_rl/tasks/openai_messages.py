@@ -39,7 +39,7 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def decode(text: str, at: int = 0) -> tuple[Any, int]:
-    """Decode the JSON value at index `at` of a text. Returns (value, index of the next text after the value and blanks).
+    """Decode the JSON value at index `at` of a text. Returns (value, index after the value and any blanks).
 
     Errors: ValueError for invalid JSON. This includes NaN and Infinity, numbers beyond fp64 (1e999), objects with a repeated
     key, and too deep nesting.
@@ -86,7 +86,10 @@ HEEDED = {
 
 
 class Struct(dict):
-    """A nested value of a table (parquet, a data set). A field that the row lacks and other rows have is null in the table."""
+    """A nested value of a table (parquet, a data set).
+
+    The table stores null for a field that this row lacks but other rows have.
+    """
 
 
 def structs(value: Any) -> Any:
@@ -169,8 +172,8 @@ def _takes_null(schema: Any) -> bool:
 def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Schema] = ()) -> list[Message]:
     """Parse messages and keep the fields that are used. Errors: ValueError with the problem of the first invalid message.
 
-    strict: raise an error if a non-empty field of a message would be lost. Otherwise unused fields and the assistant's thinking
-    are ignored, as is right for requests from API clients. schemas: schemas of the tools, as in `parse_call`.
+    strict: raise an error if a non-empty field of a message would be lost. If False, unused fields and the assistant's thinking
+    are ignored; this is meant for requests from API clients. schemas: schemas of the tools, as in `parse_call`.
     """
     if not isinstance(messages, list):
         raise ValueError("it must be a list of messages")
@@ -203,7 +206,10 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
 
 
 def _more(message: Message, role: str) -> Message:
-    """Return a message's reasoning_content and its weight if it is 0. Errors: ValueError for a field that would be lost."""
+    """Return the optional fields of a message: reasoning_content, and a weight of 0.
+
+    Errors: ValueError for a field that would be lost.
+    """
     heeded = HEEDED.get(role, HEEDED["system"])
     if lost := [key for key in message if key not in heeded]:
         raise ValueError(f"a message of role {role} has '{lost[0]}', which the model would not be shown; leave it out")

@@ -225,7 +225,7 @@ class OpenEnv(Task):
         return Prompt(f"openenv:{seed}", text, None, None, messages, {"seed": seed})
 
     async def _first(self, seed: int) -> Result:
-        """Return the first result of an episode. If the server is full or restarting, it is asked again. Errors: ToolLost."""
+        """Return the first result of an episode. A full or restarting server gets the request again. Errors: ToolLost."""
         deadline = asyncio.get_running_loop().time() + self.server.timeout_s
         while True:
             try:
@@ -237,7 +237,10 @@ class OpenEnv(Task):
                 await asyncio.sleep(PAUSE_S)
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text for the policy. Errors: ToolLost if it has no field data.options.observation."""
+        """Return an observation as text for the policy.
+
+        Errors: ToolLost if the observation lacks the field that data.options.observation names.
+        """
         if self.shown is not None:
             if self.shown not in observation:
                 raise ToolLost(
@@ -253,7 +256,7 @@ class OpenEnv(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Return the rewards of each first step. Under rollout.program: single_turn, an episode is one action."""
+        """Return the reward of the first action of each episode, for rollout.program: single_turn."""
 
         async def one(prompt: Prompt, text: str) -> Parts:
             async with self.server.session() as session:

@@ -24,7 +24,8 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
     "point": ("score_key",),
     "label": ("label_key",),
 }
-"""Config keys of the columns that identify each kind. If a row has columns of several kinds, the first kind counts."""
+"""Config keys of the columns that identify each kind. If a row has columns of several kinds, it is of the first of these
+kinds."""
 BESIDES: dict[Kind, tuple[str, ...]] = {
     "pair": (),
     "list": (),
@@ -76,7 +77,7 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """Return the kind of a row. Only columns with a value count, because in a data set every row has all columns."""
+        """Return the kind of a row. Columns without a value are ignored, because in a data set every row has all columns."""
         for kind, keys in COLUMNS.items():
             if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
                 return kind
@@ -153,7 +154,7 @@ class PreferenceRows(RowTask):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _conversations(self, row: dict[str, Any]) -> list[list[Message]]:
-        """Return the chosen and rejected side of a pair if they are whole conversations that include the prompt, else []."""
+        """Return both conversations of a pair (chosen, rejected) if they are whole, including the prompt; else []."""
         names = self._columns(*COLUMNS["pair"])
         if not all(isinstance(side := get(row, name), list) and side for name in names):
             return []

@@ -210,7 +210,10 @@ def last_tokens(
 
 
 def _places(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Sequence[int], sign: str) -> list[int]:
-    """Return the positions of the tokens with which the text reaches `ends` characters. sign: last character of each step."""
+    """Return, for each n in `ends`, the position of the token that completes the first n characters of the text.
+
+    sign: last character of each step.
+    """
 
     def text(some: Sequence[int]) -> str:
         return str(tokenizer.decode(list(some), skip_special_tokens=True))

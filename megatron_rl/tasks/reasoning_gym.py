@@ -63,8 +63,8 @@ _RUBBISH = (
 _PROBED = 8
 """Number of entries of a data set on which each text of `_RUBBISH` is scored."""
 _MOST_FOR_RUBBISH = 0.15
-"""Largest score for a meaningless text that still counts as 0, because many scorers give a little to any text. If a data set
-gives more, the task does not accept the data set."""
+"""Largest score of a meaningless text that the task still treats as 0, because many scorers give any text a small score. The
+task does not accept a data set that scores such a text higher."""
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "%", "(", ")", ",", "[", "]", "="})
 _LONGEST = 4000
@@ -171,7 +171,7 @@ class ReasoningGym(Task):
 
 @dataclass
 class Attempts(Environment):
-    """A conversation in which the policy may answer again after a wrong answer. It sees the score of the previous answer."""
+    """A conversation in which the policy may answer again after a wrong answer, whose score it sees."""
 
     task: ReasoningGym = None  # type: ignore[assignment]  # the fields of Environment have defaults
     prompt: Prompt = None  # type: ignore[assignment]
@@ -224,7 +224,9 @@ def _warm(name: str, options: str) -> None:
 
 
 def score(name: str, options: str, entry: dict[str, Any], answer: str) -> dict[str, float]:
-    """Return the score that the data set's own scorer gives an extracted answer; 0 without an answer, or if the scorer raises.
+    """Return the score that the data set's own scorer gives an extracted answer.
+
+    The score is 0 if there is no answer, or if the scorer raises an exception.
 
     If the scorer evaluates its input as code, it gets only answers that are lists or arithmetic.
     """

@@ -121,8 +121,8 @@ def _marked(row: dict[str, Any]) -> dict[str, Any]:
 class RowTask(Task):
     """Task whose prompts come from rows of data. It skips unusable rows, counts them, and names the first ones in the log.
 
-    demonstrations: for SFT, each row needs one of three things: a prompt and a response in data.response_key (no answer); only
-    a text, in data.text_key; or sampled tokens, in data.tokens_key.
+    demonstrations: True for SFT. Each row then needs one of three things: a prompt with a response in data.response_key (an
+    answer is not needed); a text in data.text_key, without a prompt; or sampled tokens in data.tokens_key.
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
@@ -188,7 +188,7 @@ class RowTask(Task):
                 )
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
-        """Return the prompts of rows. Errors: UserError naming `source`, or a config key and a file, if no row is usable."""
+        """Return the prompts of rows. Errors: UserError if no row is usable; it names `source`, or a config key and a file."""
         prompts, columns, skipped, where, first = [], set(), 0, "", ""
         missing: dict[str, str] = {}  # columns that rows lack, and their config keys
         for where, row, problem in rows:
@@ -318,7 +318,7 @@ class RowTask(Task):
             raise ValueError(f"'{name}': {error}") from None
 
     def _of_tokens(self, where: str, row: dict[str, Any], recorded: Recorded) -> Prompt:
-        """Build a prompt from recorded tokens. Equal prompts get equal texts, because the text decides about the split."""
+        """Build a prompt from recorded tokens. Equal prompts get equal texts, because the split depends on the text."""
         prompt = get(row, self.data.prompt_key)
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt if isinstance(prompt, list) else recorded.prompt.tolist())

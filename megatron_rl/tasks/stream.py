@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Number of skipped prompts that the log names, because there may be thousands."""
+"""Largest number of skipped prompts that the log names. Thousands may be skipped."""
 
 
 class Form(Protocol):

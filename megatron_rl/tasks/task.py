@@ -122,7 +122,7 @@ class Task:
         raise NotImplementedError
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        """Return the reward parts of each texts[i] as a response to prompts[i]. No content of a text makes it raise.
+        """Return the reward parts of each texts[i] as a response to prompts[i]. A text never makes it raise an exception.
 
         truncated[i]: True if the response was cut off at the length limit. Empty: no response was cut off.
         """

@@ -100,7 +100,7 @@ _EXTRAS = ("prompt", "truncated", "timeout_s")
 """Arguments that a verifier gets in addition to response and answer if it has parameters with these names. A verifier that
 takes timeout_s must keep this time limit itself."""
 GRACE_S = 30.0
-"""Seconds after the time limit until the worker of a verifier that keeps its limit itself is killed."""
+"""Seconds by which a verifier that keeps its time limit itself may exceed the limit. Its worker is then killed."""
 
 
 class PooledCalls:

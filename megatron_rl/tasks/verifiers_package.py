@@ -136,7 +136,10 @@ class Worker:
 
 
 def _environment(programs: Path) -> dict[str, str]:
-    """Return a worker's environment variables: PATH with `programs` (uv), and no key that the run's processes share."""
+    """Return a worker's environment variables: PATH begins with `programs` (for uv).
+
+    The key that the run's processes share is left out.
+    """
     ours = {name: value for name, value in os.environ.items() if name != RUN_KEY}
     return ours | {"PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}"}
 
@@ -146,7 +149,8 @@ class VerifiersPackage(Task):
 
     data.options: `environment` (its config as in the package's own files, without taskset.id, which data.task names); `limit`
     (largest number of tasks); `python` (interpreter of the environment with the package); `network` (True gives episodes
-    network access beyond the policy, which judges need); `isolated` (False lets episodes run with all rights of this user).
+    network access beyond the policy, as judge models need it); `isolated` (False lets episodes run with all rights of this
+    user).
     """
 
     parts = ("reward",)

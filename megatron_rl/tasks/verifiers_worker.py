@@ -70,7 +70,7 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
 
 @dataclass
 class Settings:
-    """Isolation of episodes: whether they lose all rights (isolated), and whether they may use the network anyway."""
+    """Settings for isolation. isolated: episodes lose all rights. network: they may use the network nevertheless."""
 
     isolated: bool = True
     network: bool = False
@@ -80,7 +80,7 @@ class Settings:
 
 
 def isolate(folder: str, network: bool) -> None:
-    """Take all rights from this process and its children, except writing to a folder. This cannot be undone.
+    """Remove all rights of this process and its children, except writing to a folder. This cannot be undone.
 
     The next child is the first process of a new process namespace. When this child ends, all processes of the namespace end.
     Errors: OSError.

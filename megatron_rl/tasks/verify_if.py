@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.tools.toolbox import Toolbox
 
 TURNS = "further_turns"
-"""Name of the row's column, and of the key in the prompt's metadata, with (text, instructions) of the turns after the first."""
+"""Name of a row's column and of a key in a prompt's metadata. Both hold (text, instructions) of each turn after the first."""
 
 
 class VerifyIF(PublicSet):

@@ -48,7 +48,7 @@ OUTPUT_BYTES = 65536
 
 
 class Session:
-    """The interpreter of one conversation. It starts with the first call, and again with the call after a broken limit."""
+    """The interpreter of one conversation. It starts at the first call, and again at the call after one that broke a limit."""
 
     def __init__(
         self, *, timeout_s: float, memory_mb: int, start: Callable[..., bubblewrap.Container] = bubblewrap.Container

@@ -39,7 +39,7 @@ PAUSE_S = 1.0
 MOST_BYTES = 8 * 2**20
 """Largest size in bytes of a message. A larger message would block all conversations for more than a tenth of a second."""
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
-"""Timeout for HTTP requests. The package mcp uses the same, because an answer may be a stream that stays open."""
+"""Timeout for HTTP requests. The package mcp uses the same values, because an answer may be a stream that stays open."""
 MOST_PAGES = 100
 """Largest number of pages in a server's list of tools."""
 PLAIN = {"Accept-Encoding": "identity"}
@@ -64,7 +64,7 @@ async def _bounded(target: str | StdioServerParameters, headers: dict[str, str])
 
 
 async def _bound(response: httpx2.Response) -> None:
-    """Limit the size of an answer that is one message. A stream needs no limit here, because each of its events has its own."""
+    """Limit the size of an answer that is one message. A stream needs no limit here: each of its events has a limit."""
     response.headers.pop("Content-Encoding", None)  # a small compressed answer could become large
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
         assert isinstance(response.stream, httpx2.AsyncByteStream)

@@ -126,7 +126,7 @@ def _checker(schema: Mapping[str, Any]) -> Any:
 
 
 def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value is valid under a JSON schema. Errors: jsonschema's, for an invalid schema."""
+    """Return whether a value is valid under a JSON schema. Errors: exceptions of jsonschema, if the schema is invalid."""
     validator_for(schema).check_schema(dict(schema))
     return _checker(schema).is_valid(value)
 

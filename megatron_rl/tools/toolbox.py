@@ -71,7 +71,7 @@ class Said(Protocol):
 
 @dataclass
 class Environment:
-    """The environment of one conversation. `respond` answers each of the model's replies, until it returns None."""
+    """The environment of one conversation. `respond` answers each reply of the model; None ends the conversation."""
 
     toolbox: Toolbox
     sessions: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Environment:
     def reward_parts(self) -> dict[str, float]:
         """Return the reward parts that the environment knows.
 
-        If they include all parts of the task, the task does not score.
+        If they include all parts of the task, the task does not score the conversation.
         """
         return {}
 

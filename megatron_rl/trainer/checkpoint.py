@@ -69,7 +69,10 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a model chunk's state. With adapters, leave out the frozen weights, because the model folder contains them."""
+    """Return the part of a model chunk's state that a checkpoint stores: with adapters, all but the frozen weights.
+
+    The model folder contains the frozen weights.
+    """
     if not trainer.model.lora.rank:
         return state
     endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
@@ -465,13 +468,13 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _largest(ranks: Ranks, mine: dict[str, int]) -> dict[str, int]:
-    """Return, for each name, the largest number over all ranks. A pipeline stage may lack a number that a hook counts."""
+    """Return the largest value over all ranks for each name. A name may be missing on some pipeline stages."""
     parts = ranks.gather(mine)
     return {name: max(part[name] for part in parts if name in part) for name in {n for part in parts for n in part}}
 
 
 def _leave_out(state: dict[str, Any], hooks: Iterable[UpdateHook]) -> None:
-    """Remove from the state to load everything that belongs to these hooks. The checkpoint has no state for them."""
+    """Remove all entries of these hooks from `state` before loading, because the checkpoint does not contain them."""
     for hook in hooks:
         state.pop(hook.name, None)
         for part in (value for key, value in state.items() if key.startswith("model") and hook.parameters):

@@ -25,7 +25,8 @@ from megatron_rl.trainer.critic import Critic, everywhere
 from megatron_rl.trainer.trainer import Trainer
 
 SUPERVISED = {"grpo": True, "dr_grpo": False}
-"""Response-level advantages that can be combined with step advantages. True: step advantages are divided by their deviation."""
+"""Response-level advantages that can be combined with step advantages. True: step advantages are divided by their
+standard deviation."""
 OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)
 """Advantages that can use rewards of single steps of a response (process rewards)."""
 
@@ -62,7 +63,7 @@ class Advantages:
         )
         """True if tokens get rewards in addition to the rewards of responses."""
         self._estimate = self._group_estimator()
-        """Function that computes response advantages from rewards and groups; None if token rewards must come first."""
+        """Function that computes response advantages from rewards and groups; None if token rewards must be computed first."""
         self._process = config.process_rewards
         self._process_weight = config.data.rewards.get(self._process or "", 1.0)
         self._timeout_s = config.rewards.timeout_s
@@ -154,7 +155,7 @@ class Advantages:
         return self._measured
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
-        """Return the metrics advantage/* of the clipped advantages over all counted tokens. found: advantages, unclipped."""
+        """Return the metrics advantage/* over all counted tokens, after clipping. found: the advantages before clipping."""
         if not self._trainer.ranks.is_leader:  # other processes of the copy have the same sequences
             return {}
         mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()
@@ -245,7 +246,7 @@ class Advantages:
         return found
 
     def _final(self, trajectory: Trajectory) -> float:
-        """Return the response's outcome reward, to be given to its last token, minus the baseline if there is one."""
+        """Return the reward for the response's last token: the outcome reward, minus the baseline if there is one."""
         if self._estimate is None or not trajectory.response_length:
             return trajectory.outcome_reward
         return float(trajectory["advantages"][0])

@@ -66,9 +66,9 @@ class Critic:
 
 
 def everywhere(trainer: Trainer, labels: Labels, batches: Items[Batch], name: str) -> Tensor:
-    """Return a computed field, [L] fp32 in host memory, on every process of the model's copy.
+    """Return the values of the field `name`, [L] fp32 in host memory, on every process that holds a part of this model copy.
 
-    Only the last pipeline stage has computed the field.
+    On entry, only processes of the last pipeline stage have the field.
     """
     reports = trainer.reports
     found = labels.collect(batches, [batch.fields.get(name) if reports else None for batch in batches])

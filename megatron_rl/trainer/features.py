@@ -47,7 +47,7 @@ class RecordedLayers:
 
 @dataclass
 class DrawnLayers:
-    """Adds the feature loss to the model's loss: a sum over the counted rows and the pairs of layers."""
+    """Adds the feature loss to the model's loss. The feature loss is a sum over the counted rows and the pairs of layers."""
 
     rows: Tensor
     targets: Mapping[int, Tensor]

@@ -20,7 +20,7 @@ from megatron_rl.ops.token_terms import label_over_mean
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """Request of the loss to the model's head. GPTModel.forward passes it on as `output_processor_context`."""
+    """Inputs and options for the model's head. GPTModel.forward passes them on as `output_processor_context`."""
 
     labels: torch.Tensor
     """Labels, [T] int64; -100 for rows without a label, which the head leaves out."""
@@ -36,7 +36,7 @@ class HeadRequest:
     """Vocabulary size of the model. Logits beyond it are Megatron's padding and are left out of every softmax."""
     chunk_tokens: int
     token_loss: TokenLoss | None
-    """Loss of some tokens. If given, the loss is a sum over tokens, and the head computes gradients during the forward pass."""
+    """Function for a chunk's loss, if the loss is a sum over tokens. The head then computes gradients in the forward pass."""
     late: LateChecks
     """Collector of errors, which are raised after the forward passes of all micro-batches."""
     fp32_logits: bool = False
@@ -83,8 +83,8 @@ def log_prob_head(
     """Compute `HeadOutputs`, [5, T] fp32 ([6, T] with label smoothing), from hidden states [T / tp, 1, H].
 
     GPTModel calls this function as its `output_processor`. Rows without a label get zeros. A token outside the safe set has a
-    log-prob of -inf. With tensor parallelism, the hidden states are sharded over the sequence and the vocabulary over the
-    ranks. The gradient of the hidden states is reduce-scattered.
+    log-prob of -inf. With tensor parallelism, each rank has a shard of the sequence's hidden states and of the
+    vocabulary's weights. The gradient of the hidden states is reduce-scattered.
     """
     group = process_group(parallel_state.get_tensor_model_parallel_group())
     if group.size() > 1:
@@ -153,7 +153,7 @@ def _distance(
 def _recorded_distance(
     context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return the divergence from the teacher, [n]. Its classes are the recorded tokens, plus one class for all others."""
+    """Return the divergence from the teacher, [n], over the recorded tokens and one class for all other tokens."""
     assert teacher.settings.direction != "jensen_shannon"  # checks/key_rules.py refuses it
     return linear_topk_kl(
         hidden,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
 
 Stage = Literal["log_probs", "update"]
-"""Type of a forward pass: "log_probs" computes the old policy's log-probs before the updates of a rollout batch. "update" is
-the forward-backward pass of an update."""
+"""Type of a pass. "log_probs": forward pass for the old policy's log-probs, before the updates of a rollout batch. "update":
+forward-backward pass of an update."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class UpdateHook:
         return []
 
     def after_backward(self) -> None:
-        """Use or change the gradients of an update before the data-parallel reduction: sums of this process only."""
+        """Use or change an update's gradients before the data-parallel reduction: sums over this process's tokens only."""
 
     def after_reduction(self) -> None:
         """Use or change the reduced gradients of an update: means over all tokens, in the buffers that the optimizer reads."""
 
     def after_pass(self, stage: Stage) -> None:
-        """Handle the end of a pass over all micro-batches. In an update the pass includes the backward.
+        """Handle the end of a pass over all micro-batches. In an update, this includes the backward pass.
 
         The weights have not changed yet.
         """
@@ -132,7 +132,7 @@ class UpdateHook:
         return {}
 
     def progress(self) -> dict[str, int]:
-        """Return the numbers in the hook's state by name. A checkpoint stores each one's largest value over all processes."""
+        """Return the numbers in the hook's state by name. A checkpoint stores the largest value over all processes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:

@@ -95,7 +95,7 @@ class PassRunner:
     def run(self, asked: ModelPass) -> list[Result | None]:
         """Run a pass and return its results.
 
-        With delayed FP8 scaling, the first call runs an additional forward pass before, which measures the scales.
+        With delayed FP8 scaling, the first call starts with an additional forward pass, which measures the scales.
         """
         if asked.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)

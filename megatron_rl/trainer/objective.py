@@ -33,7 +33,7 @@ class HeadOutputs(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
-    """Entropy; zeros if the objective does not ask for it."""
+    """Entropy; zeros if the objective does not request it."""
     pruned: Tensor
     """Probability mass outside the safe set; 0 without vocabulary pruning."""
     margin: Tensor | None = None
@@ -95,7 +95,7 @@ class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
     reads_hidden = False
     """True if the objective reads hidden states instead of the head's outputs."""
     teacher: DistillationConfig | None = None
-    """Settings of the teacher for the head's divergence at each label; None without a teacher."""
+    """Distillation settings. If set, the head also computes the divergence from the teacher at each label."""
     label_smoothing: float = 0.0
     """Share of each label's target probability that is spread over the vocabulary. If above 0, the head returns
     `above_mean`."""
@@ -105,7 +105,7 @@ class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
         return self
 
     def divisor(self, totals: Totals) -> int:
-        """Return the sum of `Result.counted` over the update, or its best estimate before the passes: the counted labels."""
+        """Return the sum of `Result.counted` over the update, estimated before the passes by the number of counted labels."""
         return totals.tokens
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
@@ -255,11 +255,11 @@ class Policy(Objective[HeadOutputs]):
     the token's contribution to the divisor (`correction.counts`). a is 1 or, with sequence_mean, 1 / (counted tokens of the
     token's sequence). With sequence_sum the loss is sum(x) / (sequences x a constant).
 
-    Both sums are complete only after the passes of all micro-batches. So the on-policy case needs no separate pass for
-    log-probs: the update's own pass provides the importance weights.
+    The division happens after the passes of all micro-batches. So the on-policy case needs no separate pass for log-probs: the
+    update's own pass provides the importance weights.
 
-    Other losses (load balancing, router z-loss, VP2O's orthogonality) are divided by the same sum. If dropped tokens leave the
-    divisor, these losses become larger by 1 / (share of tokens that stay). This share is known too late to correct for; the
+    Other losses (load balancing, router z-loss, VP2O's orthogonality) are divided by sum(a c) too. If dropped tokens leave the
+    divisor, these losses grow by the factor 1 / (share of tokens that stay). This share is known too late for a correction; the
     metric `loss/counted` reports it.
     """
 
@@ -297,7 +297,7 @@ class Policy(Objective[HeadOutputs]):
     def divisor(self, totals: Totals) -> int:
         """Return the number of counted tokens; with sequence_sum, the number of sequences times a constant.
 
-        The loss is scaled to this divisor with both kinds of means (over tokens and over sequences).
+        With sequence_mean, the weights of the loss terms are scaled to add up to the number of counted tokens.
         """
         if self.config.algorithm.aggregation == "sequence_sum":
             return totals.sequences * self.config.rollout.max_new_tokens

@@ -74,7 +74,7 @@ class HostCopy:
 
 
 class Residence:
-    """State of the trainer's device memory: everything is on the device, only the weights, or nothing."""
+    """Controls which of the trainer's tensors are on the device: all of them, only the weights, or none."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -24,8 +24,8 @@ def wrap_ddp(
 ) -> list[DistributedDataParallel]:
     """Wrap each model chunk in Megatron's DDP. Gradient buffers are reduced once a step.
 
-    gradients: precision.gradients, the dtype of the buffers. reduce_early: allow the reduction to overlap with the backward
-    pass, if this helps.
+    gradients: precision.gradients, the dtype of the buffers. reduce_early: let the reduction overlap with the backward pass, on
+    GPUs or with parallel.overlap_param_gather.
     """
     overlap = parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
@@ -138,7 +138,7 @@ def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> Non
 def separate_steps(optimizer: ChainedOptimizer) -> None:
     """Give each weight its own step counter.
 
-    Megatron loads one tensor that all weights share. With it, the step of each weight would advance all counters.
+    When Megatron loads a checkpoint, all weights share one counter, which the step of each weight would advance.
     """
     for inner in torch_optimizers(optimizer):
         for state in inner.state.values():

@@ -54,7 +54,7 @@ class StepPreview:
 
     @cached_property
     def _homes(self) -> dict[int, set[torch.nn.Parameter]]:
-        """Parameters of each part of a sharded optimizer, including those of the other processes that share the part."""
+        """Parameters of each part of a sharded optimizer, including parameters that other processes update."""
         return {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
 
     @cached_property

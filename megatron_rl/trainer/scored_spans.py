@@ -41,7 +41,8 @@ Places = Items[int] | np.ndarray
 Mark = Callable[[Comparison, int], tuple[Sequence, list[tuple[Places, float]]]]
 """(comparison, index of a response) -> (sequence of the response, [(positions of a unit's labels, score in the data), ...])."""
 Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Metrics]]
-"""{field: its sums over units, "labels": label counts of units}, each [units] fp64 -> (differentiable loss, metrics)."""
+"""Function ({field: its sum over each unit, "labels": each unit's label count}, all [units] fp64) -> (differentiable loss,
+metrics)."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Tests:
     names: list[str] = field(default_factory=list)
     """Names of the program that the source or the cases use; empty if the program runs as a script."""
     cases: list[list[Any]] = field(default_factory=list)
-    """Pairs [input, output]: two texts, or, if `names` has a function, its list of arguments and its result."""
+    """Pairs [input, output]: two texts. If `names` has a function, a pair has its list of arguments and its result."""
 
 
 def blocks_of(response: str) -> list[str]:
@@ -90,12 +90,12 @@ def last_block(response: str) -> str:
 def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> str:
     """Return the program in a response: the last code block that defines all names.
 
-    If there is none, the next choices are the last block that defines at least one name, that reads input, that does something,
-    and any block.
+    If there is none, the next choices are, in order: the last block that defines at least one name, the last that reads input,
+    the last that does something, and the last of any kind.
 
-    The imports and helpers in the prompt's code are put before the program, and also other blocks of the response that define
-    missing names. If the block is only a function body, it is put after the prompt's code. Without a block, the program is the
-    whole text, or the code in it.
+    Imports and helpers of the prompt's code are put before the program. Other blocks of the response are also put before it, if
+    they define missing names. If the block is only a function body, it is put after the prompt's code. Without a block, the
+    program is the whole text, or the code in it.
     """
     text = behind_thinking(response).lstrip("\ufeff\u200b")
     blocks = _blocks(text)

@@ -88,7 +88,7 @@ _OF_A_LANGUAGE = ("language:", "change_case:english_")
 
 
 def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a response follows an instruction under the strict and under the loose criterion of IFEval and IFBench.
+    """Return (strict, loose): whether a response follows an instruction under these two criteria of IFEval and IFBench.
 
     The loose check also tries the response without its first line, last line or asterisks. A text follows no instruction if the
     checker fails on it, if nothing in it is visible, or if a language is required and none is detected. Forbidden characters
@@ -112,7 +112,10 @@ def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tup
 
 
 def _usual(sign: str) -> str:
-    """Convert a comma of any script to ASCII, and drop an invisible character (a soft hyphen). Others stay unchanged."""
+    """Convert a comma of any script to ASCII, and drop an invisible character (a soft hyphen).
+
+    Other characters stay unchanged.
+    """
     kind = unicodedata.category(sign)
     if kind == "Po" and "COMMA" in unicodedata.name(sign, ""):
         return ","

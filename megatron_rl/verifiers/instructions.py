@@ -16,7 +16,7 @@ Instruction = tuple[str, dict[str, Any]]
 """An instruction: its name, for example keywords:existence, and its arguments."""
 PARTS = ("correct", "followed", "correct_loose", "followed_loose", "content")
 WORDS, SHARED = 20, 2
-"""Smallest numbers of different words in a response, and of words shared with the prompt, for the part `content` to be 1."""
+"""A response needs WORDS different words, and SHARED words in common with the prompt, for the part `content` to be 1."""
 
 
 def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:

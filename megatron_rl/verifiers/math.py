@@ -191,9 +191,10 @@ class Expected:
     expression: Any
     unfinished: bool
     alone: bool
-    """True if the expected answer is not an equation. If the response has an equation, its last side is compared."""
+    """True if the expected answer is not an equation. In this case, only the last side of an equation in the response is
+    compared."""
     total: Any
-    """Sum of the answer's quantities, as in `2 hours 30 minutes`; None if it has none."""
+    """Sum of the answer's quantities, as in `2 hours 30 minutes`; None for an answer without quantities."""
     name: str
     """Left side of an answer that is an equation, such as `x = 5`; else ''."""
 

@@ -57,8 +57,8 @@ _DENIED = {
     ),
 }
 _DENIED["hash"] = _DENIED["phrase"]
-"""Patterns of texts that say what the answer is not, or between or next to which values it lies. In the last line, they stand
-at its end; in other statements, at the start."""
+"""Patterns of texts that only exclude a value or bound the answer: not 5, between 3 and 7, more than 2. The pattern is searched
+at the end of the last line, but at the start of other statements."""
 _OR, _OR_TO = re.compile(r"\bor\b", re.IGNORECASE), re.compile(r"\b(?:or|to)\b", re.IGNORECASE)
 _ENDS = re.compile(r"\d[^\w\n.;:!?]{0,8}(?:([A-Za-z]\w*)[^\w\n.;:!?]{1,3}){0,2}$")
 _BEGINS = re.compile(r"\W{1,8}(?:[A-Za-z]\w*\W{1,3}){0,2}\d[\d.,/]*\W{0,3}([A-Za-z]\w*)?")
@@ -241,14 +241,17 @@ def stated_number(statement: Statement) -> Number | None:
 
 
 def is_denied(statement: Statement) -> bool:
-    """Return True if a statement says what the answer is not, or between or next to which values it lies."""
+    """Return True if a statement only excludes a value or bounds the answer: not 5, between 3 and 7, more than 2."""
     if statement.kind == "line":
         return bool(_DENIED["line"].search(statement.text[-_MOST:]))
     return statement.kind in _DENIED and bool(_DENIED[statement.kind].match(statement.text))
 
 
 def _alternatives(text: str, last: bool) -> list[Number]:
-    """Return the alternative to a text's last number (20 or 21), or to its first number (20 or 21, 20 to 21), if it has one."""
+    """Return the alternative to a number of a text, as a list of one number; [] if there is none.
+
+    last: True for the last number (20 or 21), False for the first number (20 or 21, 20 to 21).
+    """
     cuts = [*(_OR if last else _OR_TO).finditer(text)]
     if not cuts:
         return []

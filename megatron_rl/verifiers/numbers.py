@@ -260,7 +260,10 @@ _PART = re.compile(r"(?P<number>[\d.,]+)\s*(?P<unit>[A-Za-z]+\.?)(?:\s*(?:,|and)
 
 
 def agree(ours: Number, theirs: Number) -> bool:
-    """Return True if two numbers are the same quantity: 5 km is 5000 m, but not 5 m. If one unit is missing, any unit fits."""
+    """Return True if two numbers are the same quantity: 5 km is 5000 m, but not 5 m.
+
+    If one number has no unit, the unit of the other is ignored.
+    """
     if not ours.unit or not theirs.unit:
         return ours.equals(theirs)
     units = [measure(number.unit) for number in (ours, theirs)]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 MOST_STATEMENTS = 8
-"""Largest number of statements that are tried, from the end. It keeps the time short for texts with thousands of statements."""
+"""Largest number of statements that are tried, from the end. The limit keeps the time short for texts with thousands of
+statements."""
 _HASH = re.compile(r"####[ \t]*(\S[^\n]*)")
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _END_TAG = re.compile(r"</answer>", re.IGNORECASE)

@@ -50,9 +50,9 @@ class Exchange:
     mine: slice
     """Range of this rank's experts among all experts."""
     sent: Tensor
-    """Experts of other ranks whose sums include experts of this rank, ordered by rank."""
+    """Indices of the experts on other ranks for which this rank sends partial sums, ordered by rank."""
     places: Tensor
-    """Experts of this rank (counted from 0) whose sums include experts of other ranks, ordered by the other rank."""
+    """Index on this rank, from 0, of the expert to which each received row is added; rows are ordered by sending rank."""
     sends: list[int]
     """Number of rows sent to each rank."""
     receives: list[int]
@@ -101,7 +101,7 @@ class Experts:
         self._prototypes = {}
 
     def exchange(self, taken: Tensor, mine: slice) -> Exchange:
-        """Plan the communication between expert-parallel ranks for sums over experts.
+        """Return the plan by which expert-parallel ranks exchange partial sums over experts.
 
         taken: [N, N] bool, True if the sum of expert i includes expert j.
         """
@@ -176,7 +176,8 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 class Coactivation(dict[int, Tensor]):
     """Co-activation of experts: {layer: [E, E] sums over the counted tokens}.
 
-    A token adds 1 if two experts are both active or, with soft co-activation, the product of the experts' shares.
+    A token adds 1 to each pair of its active experts. With soft co-activation, it adds to every pair of experts the product of
+    their shares, which are the router's probabilities.
     """
 
 

@@ -56,7 +56,10 @@ class Orthogonality(RouteObserver):
         return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, more, squares, share)
 
     def metrics(self) -> Metrics:
-        """Return the loss by layer, and the norm of its gradient relative to all other losses at the same outputs."""
+        """Return, for each layer, the loss and the norm of its gradient relative to the gradient of all other losses.
+
+        Both gradients are those at the outputs that the loss uses.
+        """
         tokens = len(self.table.counted_rows)
         losses = {layer: per_token(loss, tokens) for layer, loss in self._sums.items()}
         shares = {layer: derived(_root_of_ratio, *squares) for layer, squares in self._squares.items()}

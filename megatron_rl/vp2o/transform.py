@@ -187,7 +187,7 @@ class Stein(UpdateHook):
                 return
 
     def before_step(self, preview: StepPreview) -> float:
-        """Copy what the step must not change: this process's parameters, fp32 weights and moments of idle experts."""
+        """Copy what must not change: the parameters, fp32 weights and moments of this process's idle experts."""
         found = [
             tensor
             for number, layer in self.experts.layers.items()
@@ -303,7 +303,7 @@ class Stein(UpdateHook):
                     gradient[place] = row
 
     def _square(self, slices: list[ExpertSlice]) -> float:
-        """Return the squared norm of the gradients of these slices, as this process's summand of the sum over processes."""
+        """Return this process's share of the squared gradient norm of these slices; the shares of all processes add up."""
         parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if self.owned is not None:
             return _square_of(_gradient(p).view(-1)[self.owned[p]] for p in parameters if p in self.owned)

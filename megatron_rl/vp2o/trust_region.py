@@ -1,4 +1,4 @@
-"""VP2O's geometric trust region: it limits how far an update moves the experts of a layer, as weighted by the router.
+"""VP2O's geometric trust region: it limits how far an update moves a layer's experts, weighted by the router's gates.
 
 The anchor is the state of the rollout engine: prototypes and routers at the last weight sync. The trust region compares the
 policy with the anchor on tokens of the current rollout batch. In the paper the actors log their gates. A rollout engine reports
@@ -6,8 +6,8 @@ the chosen experts, but no gates over all experts, so the anchor's router recomp
 come from the forward pass that computes the old log-probs (or from the update's own forward pass, if there is no other). If
 routes are replayed, the gates of policy and anchor cover the replayed experts.
 
-A step is judged before it is taken (`trainer.preview`). A refused step therefore leaves all parameters, the optimizer and the
-random states unchanged, bit for bit, without a copy.
+A step is judged before it is taken (`trainer.preview`). So no copies are needed: a refused step leaves all parameters, the
+optimizer and the random states unchanged, bit for bit.
 
 For a comparison, the power iterations of both policy and anchor start from the anchor's prototypes. (The transform's iterations
 start from a fixed vector.) With a fixed start, a small step can make the singular vector orthogonal to the start vector. The
@@ -57,7 +57,7 @@ class _Anchor:
     start: Tensor
     """Prototypes of the engine's weights, [N, D_out]: start of the power iterations for other weights."""
     prototypes: Tensor
-    """Prototypes [N, D_out] after further power iterations from `start` with the same weights."""
+    """Prototypes [N, D_out] of the engine's weights after further power iterations from `start`."""
     router: list[Tensor]
     """Weight of the engine's router and, if it has one, its bias."""
 

@@ -50,7 +50,10 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_platform() -> None:
-    """Check the hardware. Errors: NotImplementedError if SGLang's kernels would use a router's weight without its forward."""
+    """Check the hardware.
+
+    Errors: NotImplementedError if SGLang's kernels would use a router's weight without calling its forward.
+    """
     if not (is_cuda() or is_cpu()):
         raise NotImplementedError(
             "route prediction needs an NVIDIA GPU or a CPU: SGLang's fused routers for other devices would ignore it"

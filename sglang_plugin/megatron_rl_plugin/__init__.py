@@ -14,8 +14,8 @@ def register() -> None:
     - Checksums are fingerprints that add up over fused tensors. In FP8, the stored weights and scales are hashed; SGLang would
       hash their product in bf16.
     - The weights of an update may be in the trainer's shared memory.
-    - Replies contain routes as small integers. If the server's model config asks for gates, replies contain them too. -
-    Requests may have seeds.
+    - Replies contain routes as small integers. If the server's model config asks for gates, replies contain them too.
+    - Requests may have seeds.
     - Sinks are in fp32 if the model is in fp32.
     - Heads of all widths can be served in bf16.
     - With `precision.identical`, the model uses the trainer's operators.

@@ -101,7 +101,7 @@ def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def below(value: int, rows: int) -> int:
-    """Return what a row block with fingerprint `value`, starting at row `rows` of a larger tensor, adds to its fingerprint."""
+    """Return what a row block with fingerprint `value` adds to the fingerprint of a tensor in which it starts at row `rows`."""
     return value * pow(ROW_BASE, rows, MODULUS) % MODULUS
 
 

@@ -24,7 +24,7 @@ def code(root: Path = ROOT) -> str:
 
 
 def installed_code() -> str | None:
-    """Return the hash of the installed code; None if SGLang cannot find the plugin, because it is only on the path."""
+    """Return the hash of the installed code; None if SGLang cannot find the plugin (on the path, but not installed)."""
     return code() if entry_points(group="sglang.srt.plugins", name="megatron_rl") else None
 
 

@@ -1,8 +1,8 @@
 """Weight buckets in the trainer's host memory that the engine maps. They need no file name, no helper process and no copy.
 
-torch's own methods need a key of the parent process (file descriptors), or leave a helper process running (file names). A memfd
-(an anonymous file in memory) disappears with the trainer process, however the process ends. On the same machine, the engine
-opens it as /proc/PID/fd/N.
+torch's own methods do not fit: file descriptors need a key of the parent process, and file names leave a helper process
+running. A memfd (an anonymous file in memory) disappears with the trainer process, however the process ends. On the same
+machine, the engine opens it as /proc/PID/fd/N.
 """
 
 from __future__ import annotations

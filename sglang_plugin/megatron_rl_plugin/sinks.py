@@ -1,7 +1,7 @@
 """Keeps the attention sinks of gpt-oss in fp32 if the model is served in fp32; SGLang keeps them in bf16 for every --dtype.
 
-In bf16, rounding changes a sink between 4 and 8 by up to 0.016, and its share of the attention by up to 1.6 %. It may remove a
-trainer update's small change completely.
+In bf16, rounding changes a sink between 4 and 8 by up to 0.016, and its share of the attention by up to 1.6 %. Rounding may
+also cancel the small change of a trainer's update completely.
 """
 
 from __future__ import annotations

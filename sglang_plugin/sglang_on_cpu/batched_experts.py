@@ -1,4 +1,4 @@
-"""Experts on the CPU. Rows are sorted by expert; each expert has two matrix multiplications, the other work is done once."""
+"""Experts on the CPU, for rows sorted by expert: two matrix multiplications per expert, and all other work at once."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 LARGE = 1 << 19
 """Smallest number of weight elements for which oneDNN is faster. With fewer, setting up a call takes most of the time."""
 FEW_ROWS = 32
-"""Largest number of rows with which the weight is the left factor. It is then read once, without being packed."""
+"""Largest number of rows with which the weight is the left factor. The weight is then read once, without being packed."""
 
 
 MANY_ROWS = 64

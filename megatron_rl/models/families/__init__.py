@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CLASSIFIER = "ForSequenceClassification"
-"""Ending of Hugging Face's class names for models with a head of labels."""
+"""Ending of Hugging Face's class names for models whose head predicts labels."""
 
 
 def _families() -> dict[str, Family]:

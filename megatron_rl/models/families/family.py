@@ -24,7 +24,7 @@ class Linear:
     whole_blocks: bool = False
     """True if the layer must end at an FP8 block's edge, because another layer may follow in SGLang's parameter."""
     in_one_call: bool = False
-    """True if SGLang stacks the layers only within one call of load_weights, and drops a layer that comes alone."""
+    """True if SGLang stacks the layers only within one call of load_weights, and drops a layer that is loaded alone."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stack:
     stacked_in: str
     """SGLang's parameter that holds this tensor."""
     channels: Literal["in", "out"]
-    """Dimension of the tensor that consists of the expert's inner channels."""
+    """Dimension of the tensor that runs over the expert's inner channels."""
     by_turns: bool = False
     """True if the gate value and the up value of a channel are neighbors."""
 
@@ -137,7 +137,7 @@ class TinySizes:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. It has no values that config.json states, such as sizes, numbers of experts and dense layers."""
+    """Description of a model family, without values that config.json states (sizes, numbers of experts and dense layers)."""
 
     architecture: str
     """Name of Hugging Face's class, which is the entry of `architectures`."""
@@ -166,7 +166,7 @@ class Family:
     sinks: str = ""
     """Name of the attention module's tensor with one learned sink per query head; empty if there are no sinks."""
     router_bias: bool = False
-    """True if the router's linear layer has a bias. Balancing biases do not count, because they are buffers."""
+    """True if the router's linear layer has a bias. Balancing biases are not meant, because they are buffers."""
 
     # Settings that are refused.
     rope_types: tuple[str, ...] = ("default", "yarn")
@@ -182,7 +182,7 @@ class Family:
     fp8_scales_lost: bool = False
     """True if SGLang loses the scales of FP8 blocks, because it renames the scale tensors."""
     not_quantized: str = ""
-    """Reason why `quantize` refuses the family; empty if it does not."""
+    """Reason why `quantize` refuses the family; empty if the family can be quantized."""
     few_tokens: int = 0
     """Number of tokens up to which SGLang's bf16 router uses another kernel than for more tokens, on GPUs of compute capability
     9.0 or higher; 0 if it always uses the same kernel."""

@@ -251,7 +251,7 @@ amp = SimpleNamespace(
 
 
 def leave_eager(function: Any = None, **kwargs: Any) -> Any:
-    """Return the function unchanged (replaces `torch.compile`): on a CPU compiling Megatron's small fusions does not pay."""
+    """Return the function unchanged (replaces `torch.compile`): on a CPU, compiling small fusions is not worthwhile."""
     return function if function is not None else lambda decorated: decorated
 
 

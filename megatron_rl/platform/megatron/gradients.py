@@ -24,8 +24,8 @@ def l2_norm(
 ) -> tuple[torch.Tensor, None]:
     """Return the norm of all tensors as one vector, [1] fp32 on their device, without waiting for the device.
 
-    For fp32 on a CPU the result equals Megatron's own, bit for bit. For bf16 Megatron's own would round the norm of each
-    tensor and the total norm to bf16; this function does not.
+    For fp32 on a CPU the result equals that of Megatron's own function, bit for bit. For bf16, Megatron's function would round
+    the norm of each tensor and the total norm to bf16; this function does not.
     """
     norms = torch._foreach_norm(tensor_lists[0], dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None

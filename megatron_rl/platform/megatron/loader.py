@@ -61,7 +61,7 @@ class RewritingLoader(SourceFileLoader):
 
 
 def cache_paths(source: str, missing: frozenset[rules.Missing]) -> list[Path]:
-    """Return possible paths of a module's bytecode: next to Python's own, then the user's cache for read-only installs."""
+    """Return possible paths of a module's bytecode: next to Python's own file, then the user's cache for read-only installs."""
     beside = Path(importlib.util.cache_from_source(source))
     without = "-".join(sorted(part.replace(" ", "").lower() for part in missing))
     name = f"{beside.stem}.without-{without}-{_RULES_HASH}.pyc"

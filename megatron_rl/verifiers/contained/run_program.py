@@ -59,7 +59,7 @@ def main(source: str) -> None:
         return lambda *args: call_back(number, args)
 
     def copy_of(found: dict[str, Any]) -> Any:
-        """Return a copy of a test's object. It gets the program's class of the same name, if there is one."""
+        """Return a copy of a test's object. Its class is the program's class of the same name, if there is one."""
         if "class" in found:
             kind = scope.get(found["class"])
             if not isinstance(kind, type):

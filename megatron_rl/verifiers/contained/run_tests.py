@@ -25,8 +25,8 @@ class Remote:
     """Reference to an object of the program. It can be called and iterated, and has the object's attributes.
 
     This script compares the object's content, element by element. mixed: True for the result of an operator between an object
-    and a value of the tests. Such a result could stand for a comparison with the value, so the program is not asked whether it
-    is true.
+    and a value of the tests. The program could use such a result as a comparison with the value. This script therefore does not
+    ask the program whether the result is true.
     """
 
     def __init__(self, number: int, *, mixed: bool = False) -> None:
@@ -120,7 +120,7 @@ class Remote:
 def operation(name: str, *, turned: bool = False) -> Callable[..., Any]:
     """Return a method for an operator.
 
-    If a test's value is involved, the method accepts only objects, not values, as results.
+    If an operand is a value of a test, the method raises TypeError for a result that is a plain value.
     """
 
     def method(self: Remote, *other: Any) -> Any:
@@ -211,7 +211,7 @@ class Link:
     def hold_the_same(self, one: int, other: int) -> bool:
         """Return True if two objects of the program have equal attributes.
 
-        The program's own comparison might always say equal.
+        The program's own comparison might always return True.
         """
         pair = frozenset((one, other))
         if len(pair) == 1 or pair in self.compared:
@@ -227,10 +227,10 @@ class Link:
         return decode(self._reply({"ask": what, **more})["value"], self.kept)
 
     def call(self, number: int, args: tuple, named: dict[str, Any]) -> Any:
-        """Call an object of the program. If it returns None, its changes to arguments (list, dict, set) are copied.
+        """Call an object of the program. If it returns None, its changes to arguments are copied back.
 
-        If it returns a value, the arguments stay unchanged. Otherwise a program could change the objects with which a test
-        compares the value.
+        Only changes to a list, dict or set are copied back. If the program returns a value, the arguments stay unchanged: a
+        program could otherwise change the objects with which a test compares the value.
         """
         self.calls += 1
         self.sending.clear()

@@ -458,7 +458,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _say_once(problem: str) -> None:
     """Print an error of this process. If several processes of a machine have the same error, only one prints it.
 
-    Any rank may print it. Rank 0 alone is not enough, because torchrun ends all ranks as soon as one ends.
+    Any rank may print the error. Rank 0 alone is not enough: torchrun ends all ranks as soon as one of them ends.
     """
     rank = os.environ.get("RANK", "0")
     claims = None

@@ -72,7 +72,7 @@ def as_dict(
 
     micro_batches: largest number of micro-batches of an update on a data-parallel rank. pipeline_bubble: share of the time of
     an update's forward and backward passes in which a pipeline stage waits. per_gpu: memory of the pipeline stage that needs
-    most. Its total is the resident memory plus the largest of `phases`, which follow one another and share memory. fits: True
+    the most memory. The total of `per_gpu` is the resident memory plus the largest of `phases`, which share memory. fits: True
     if training fits. server: memory use of a server that the trainer starts (rollout.server), on a GPU of the same size.
     """
     usage, shape = found.usage, Shape.from_config(hf_config)
@@ -198,7 +198,7 @@ class Remedy:
     saves: int
     """Number of bytes by which the total memory falls."""
     saves_of_kind: int
-    """Number of bytes by which the requested kind of memory falls."""
+    """Number of bytes by which the kind of memory given to `remedies` falls."""
 
 
 def _savers(opt: OptimizerConfig, sharded: bool, train: str, vp2o: VP2OConfig) -> list[tuple[str, Any]]:

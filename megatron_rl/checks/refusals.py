@@ -41,8 +41,8 @@ class Rule:
 
 
 Check = Callable[..., Iterator[Refusal] | None]
-"""A check that needs its own computation, on models or the machine. It yields refusals, or returns None and raises its own
-error. Its parameters have the same meaning as in `Rule`."""
+"""A check that needs its own computation, on models or the machine. One form yields refusals. The other form raises its own
+error, and returns None if it finds no error. The parameters have the same meaning as in `Rule`."""
 
 
 @dataclass(frozen=True)

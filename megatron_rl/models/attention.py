@@ -257,7 +257,7 @@ class SelfAttention(MegatronSelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run Megatron's `Attention.forward`, but rotate packed sequences here."""
+        """Run Megatron's `Attention.forward`, but let this class apply the rotary embedding to packed sequences."""
         self._rotation = None
         if packed_seq_params is not None and rotary_pos_emb is not None and not self.config.apply_rope_fusion:
             without = cast("list[int] | None", self.config.no_rope_freq)  # after __post_init__, a pattern is a list

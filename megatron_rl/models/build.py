@@ -55,7 +55,7 @@ class Model:
     bridge: OurSpec
     recipe: PrecisionRecipe
     freeze: tuple[str, ...] = ()
-    """Patterns of parameters that are not trained (`models.freeze`)."""
+    """Patterns of parameters that are not trained (megatron_rl/models/freeze.py)."""
     value_head: bool = False
     """True if the head gives one number per token instead of logits."""
     lora: LoRAConfig = NO_ADAPTERS

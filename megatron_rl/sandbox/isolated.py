@@ -43,7 +43,7 @@ MOST_BYTES = 65536
 
 
 class Unscored(Exception):
-    """A call has no result. The message gives the reason."""
+    """Raised if a call has no result. The message gives the reason."""
 
 
 def problem() -> str:

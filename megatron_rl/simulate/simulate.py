@@ -50,7 +50,7 @@ class Scenario:
     """Number of model parts per pipeline stage (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
-    """Number of simulated steps to evaluate, after the first steps, in which the servers get ahead of the trainer."""
+    """Number of simulated steps that are measured. Earlier steps, in which the servers get ahead, are not measured."""
     seed: Count = 0
 
     @model_validator(mode="after")

@@ -246,7 +246,8 @@ def _checked(settings: Any, key: str) -> dict[str, Any]:
 async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestParams) -> types.ElicitResult:
     """Return the answer to a server that asks its user: the default values of its form, if they are a valid answer.
 
-    The client declines forms without complete default values, and requests to use a browser (mode url), because it has no user.
+    The client has no user. So it declines a form without complete default values, and every request to open a browser (mode
+    url).
     """
     del context
     if isinstance(params, types.ElicitRequestFormParams):

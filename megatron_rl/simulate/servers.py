@@ -49,9 +49,10 @@ class Call:
 def calls_of(first: int, count: int, total: int, servers: int, per_call: int) -> list[tuple[int, range]]:
     """Return (server, request numbers) of a leader's calls, in order.
 
-    A leader is a data-parallel rank of the trainer. Its requests are first .. first + count - 1. total: number of requests of all
-    leaders, which are split into one equal block per server (`server_order` in megatron_rl/servers/client.py). If the leader's
-    requests lie in several blocks, its calls alternate between these servers. per_call: largest number of requests of a call.
+    A leader is a data-parallel rank of the trainer. Its requests are first .. first + count - 1. total: number of requests of
+    all leaders, which are split into one equal block per server (`server_order` in megatron_rl/servers/client.py). If the
+    leader's requests lie in several blocks, its calls alternate between these servers. per_call: largest number of requests
+    of a call.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for number in range(first, first + count):

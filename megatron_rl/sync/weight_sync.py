@@ -122,8 +122,8 @@ class WeightSync:
         """Send all weights to all servers and compare checksums. Collective: all ranks iterate, and all get the result.
 
         named_tensors: (Hugging Face name, full tensor) of every weight of the model. Rank 0 reads the tensors; the
-        other ranks only iterate. Errors (on every rank): WeightSyncError that names the server or the tensors. After an error the servers sample
-        nothing until a push has reached them, or this object is closed.
+        other ranks only iterate. Errors (on every rank): WeightSyncError that names the server or the tensors. After an error
+        the servers sample nothing until a push has reached them, or this object is closed.
         """
         if not self._is_sender:
             for _ in named_tensors:

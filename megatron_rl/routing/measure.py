@@ -35,7 +35,7 @@ class EngineDeviations(dict[int, Tensor]):
 
 
 def share_of_experts(counts: list[float]) -> float | None:
-    """Return the share of experts that agree. counts: [k + 1] numbers of tokens with 0, 1, ..., k different experts."""
+    """Return the share of experts in which two routes agree. counts: [k + 1] tokens whose routes differ in 0 to k experts."""
     tokens = sum(counts)
     return 1 - sum(slot * count for slot, count in enumerate(counts)) / ((len(counts) - 1) * tokens) if tokens else None
 

@@ -131,7 +131,8 @@ class UnitPasses:
     def learn(self, loss: Loss, learned: str, *others: str) -> tuple[Update, Metrics]:
         """Run one update. Return (update, metrics of the loss).
 
-        The loss is a function of unit sums of the field `learned`, through which gradients flow, and of the fields `others`.
+        The loss is a function of the sums of the fields `learned` and `others` over each unit. Gradients flow only through the
+        sums of `learned`.
         """
         sums = self.sums(learned, *others)
         scores = sums[learned].requires_grad_()

@@ -249,7 +249,10 @@ class _Scorer:
         return k3[batch.mask]  # padding depends on the precision
 
     def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
-        """Return the `common_sums` of this rank's sequences, [S, 3]; empty on ranks that do not report their results."""
+        """Return the `common_sums` of this rank's sequences, [S, 3]; empty on ranks that do not report their results.
+
+        before, after: results of `score` without and with the removal of a source.
+        """
         sums = []
         # One result per micro-batch on the pipeline stage with the head; none elsewhere.
         for batch, one, other in zip(self.batches, before, after, strict=False):

@@ -85,7 +85,7 @@ def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[ScoredSpans]:
 
 
 def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[ScoredSpans]:
-    """Return the table of the responses. KTO also needs a table of each prompt with the response to the next prompt."""
+    """Return the table of the responses and, for KTO, a second table: each prompt with the response to the next prompt."""
     crossed = [mismatched(comparisons)] if config.loss == "kto" else []
     return [ScoredSpans.of(some, whole_response) for some in (comparisons, *crossed)]
 

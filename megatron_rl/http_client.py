@@ -27,7 +27,7 @@ class NoAnswer(Exception):
     """A server did not answer. The text is the reason, in one line."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
-        """Store the reason. late: the deadline has passed."""
+        """Store the reason. late: True if the deadline has passed."""
         super().__init__(why)
         self.late = late
 

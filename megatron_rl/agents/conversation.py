@@ -68,7 +68,7 @@ class Conversation:
         return self._add("assistant", reply.tokens.tolist(), messages)
 
     def add_observation(self, tokens: Sequence[int], role: str = "tool", messages: Messages = ()) -> Turn:
-        """Append an observation (the answer to a reply) with the template's separators. messages: without separators."""
+        """Append an observation (the answer to a reply). tokens include the template's separators, messages do not."""
         return self._add(role, tokens, messages)
 
     def _add(self, role: str, tokens: Sequence[int], messages: Messages) -> Turn:

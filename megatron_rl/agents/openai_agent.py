@@ -37,9 +37,9 @@ class OpenAIAgents(Agents):
     """Calls agent.function, or the task's own agent, once per sample, with the prompt and the base URL of its session.
 
     The agent is a function (prompt, base_url) -> reward, either async or plain (called in a thread). The reward is a number, or
-    numbers by name. If the function returns None, the task computes the reward from the last reply. If the function has a
-    parameter reward_url, it also gets the URL to which the reward may be posted instead. Tools that know only the base URL
-    cannot set a reward.
+    numbers by name. If the function returns None, the task computes the reward from the last reply. Instead of returning the
+    reward, an agent may post it: a function with a parameter reward_url gets the URL for this. Tools that know only the base
+    URL cannot set a reward.
     """
 
     calls_tools = False

@@ -110,8 +110,8 @@ def parse_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 CHARACTERS_PER_TOKEN = 64
-"""Largest average number of characters per token. A longer request cannot fit into the context, so it is refused without slow
-tokenization."""
+"""Largest average number of characters per token. A request with more characters cannot fit into the context, so it is refused
+without slow tokenization."""
 LONG = 65_536
 """Largest number of characters that are tokenized without an extra thread. This takes less than a tenth of a second."""
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
@@ -258,7 +258,10 @@ class Session:
         return answered and any(message["role"] == "user" for message in fresh)
 
     async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
-        """Return the tokens of messages with `size` characters. A thread tokenizes long texts and blocks no other agent."""
+        """Return the tokens of messages with `size` characters.
+
+        Long texts are tokenized in a thread, so that other agents need not wait.
+        """
         try:
             if size > LONG:
                 form, thread = self.form.beside

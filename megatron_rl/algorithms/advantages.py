@@ -107,9 +107,9 @@ def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperat
     arXiv 1910.00177, with a baseline). Let omega be the softmax. If the loss `reinforce` uses these weights as advantages, its
     mean over responses is the cross entropy to that policy: -sum of omega log pi.
 
-    The weights are positive, with mean 1 in each group. The loss lowers no response directly; a response becomes less likely
-    only because others become more likely. A group without spread gives the weight 1 to each response; a group of a single
-    response has no spread. Such a group imitates its own samples, which adds nothing but noise.
+    The weights are positive, with mean 1 in each group. The loss lowers no response's probability directly; a response becomes
+    less likely only because others become more likely. A group without spread gives the weight 1 to each response; a group of
+    a single response has no spread. Such a group imitates its own samples, which adds nothing but noise.
 
     rewards: [N], group_ids: [N] in any order -> [N]. Errors: as in `group_relative`, and if the temperature is not positive.
     """

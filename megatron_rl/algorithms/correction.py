@@ -177,7 +177,7 @@ def rollout_correction(
     same ratio.
     mode: none: weight 1; truncate: min(r, high); mask: r if low <= r <= high, else 0; clip: r clamped to [low, high].
     The modes mask and clip need only one of the two bounds. In every mode a ratio of 0 has the weight 0.
-    veto: if any masked-in token of a row has a ratio below it, the row is dropped: keep is False and all weights are 0.
+    veto: smallest allowed ratio. If any masked-in token of a row is below it, keep is False and all weights of the row are 0.
 
     Errors: ValueError if a bound is missing, if the level or the mode is unknown, or if log-probs are not valid numbers (the
     message names the row).

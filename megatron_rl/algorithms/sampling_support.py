@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 MOST_KEPT = 4096
 """Largest top_k for which SGLang can return the tokens that its sampler kept (option return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
-"""Largest number of kept tokens that SGLang returns. It keeps all ties at the threshold; a larger set fails the request."""
+"""Largest number of kept tokens that SGLang returns. With ties at the threshold, more may be kept; the request then fails."""
 _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
 _UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """Options sent in every request. A server may have other defaults (--preferred-sampling-params), and log-probs would not show

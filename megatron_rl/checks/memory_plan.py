@@ -72,8 +72,8 @@ NODE = 8
 """Number of GPUs in a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
-"""Number of buffers of VP2O's transform, the one of its solution included. Each has the size of a layer's output projections in
-fp32."""
+"""Number of buffers of VP2O's transform, including the buffer for its solution. Each has the size of a layer's output
+projections in fp32."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def sharded(parallel: ParallelConfig, weights: list[Weight], gpus: int) -> int:
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """Sizes of a step on one data-parallel rank. Tokens: on one context-parallel rank, before sequence parallelism."""
+    """Sizes of a step on one data-parallel rank. Tokens are counted per context-parallel rank, before sequence parallelism."""
 
     responses: int
     """Number of responses of the whole step."""
@@ -494,7 +494,7 @@ def save_cost(
     trained: list[list[Weight]],
     gpus: int,
 ) -> dict[str, int]:
-    """Return a checkpoint's bytes in host memory and on disk. It contains weights, fp32 weights and both moments.
+    """Return a checkpoint's bytes in host memory and on disk. A checkpoint contains weights, fp32 weights and both moments.
 
     Each rank writes a share, and first copies this share from its GPU to host memory. The optimizer state that
     optimizer.cpu_offload stores in host memory needs no copy. train: precision.train; trained: the trained weights of each

@@ -22,7 +22,8 @@ from megatron_rl.data.hub import CONFIG, MODEL, TEXTS, as_folder, as_id, hub_id
 from megatron_rl.errors import UserError
 
 Reader = Kind | Literal["attribution", "server"]
-"""User of a config: a run of some kind, the attribution of a mismatch, or a server alone. It determines the models to load."""
+"""User of a config: a run of some kind, the attribution of a mismatch, or a server alone. The user determines
+which models are loaded."""
 Place = tuple[str | int, ...]
 """Path of a value in the config: names of fields, keys of a dict, indices of a list."""
 MODEL_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model", "--tokenizer-path")

@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 
 
 class Refusal(NamedTuple):
-    """Result of one check: true if the check refuses the config, and its message."""
+    """Result of one check. `refused` is true if the check refuses the config; `message` is the error message."""
 
     refused: object
     message: str
@@ -77,7 +77,7 @@ def refuse_idle(config: Config, kind: Kind, under: str = "") -> None:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Append the subject of the check (such as the critic) to a UserError, because it has the policy's key names."""
+    """Append the subject of the check (such as the critic) to a UserError, because the error has the policy's key names."""
     try:
         yield
     except UserError as error:

@@ -69,7 +69,7 @@ class Watched:
         return hidden[real].flatten(1)
 
     def without_padding(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Set padding rows to zero. Runs before a MoE layer's forward pass, because they cannot be identified after routing."""
+        """Set padding rows to zero before a MoE layer's forward pass; padding cannot be identified after routing."""
         hidden, *rest = args
         return (hidden * self.real.own.view(-1, 1, 1), *rest), kwargs
 

@@ -53,5 +53,8 @@ def group_norms(heads: Tensor, projection: Tensor) -> Tensor:
 
 
 def largest(importance: Tensor, count: int) -> list[int]:
-    """Return the indices of the `count` largest elements of importance [n], in ascending order. Ties keep the first ones."""
+    """Return the indices of the `count` largest elements of importance [n], in ascending order.
+
+    Of equal elements, the first are chosen.
+    """
     return sorted(importance.argsort(descending=True, stable=True)[:count].tolist())

@@ -2,8 +2,8 @@
 
 fp8_tensor: each weight matrix has one scale, and so have the inputs of each layer. A scale follows from the largest magnitude
 in the calibration (ModelOpt's FP8_DEFAULT_CFG, in the layout of ModelOpt's own export).
-int4: only weights are quantized, in the layout of compressed-tensors. A group's scale covers between half and all of the
-group's largest magnitude. The choice minimizes the error of the outputs on the calibration data (ModelOpt's
+int4: only weights are quantized, in the layout of compressed-tensors. With a group's scale, the codes cover between half and
+all of the group's largest magnitude. The chosen scale minimizes the error of the outputs on the calibration data (ModelOpt's
 INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian).
 
 Attention, MLPs and experts are quantized; router, embedding, head and norms are not. The model is a transformers model with

@@ -28,9 +28,9 @@ class KLConfig:
     token. With all others, the KL of the whole response is subtracted from the reward of the response."""
     target: Annotated[PositiveFloat | None, only_with(".coefficient", example=0.1)] = None
     """Target of the KL divergence from the reference model, in nats per token. A controller adapts the coefficient to reach
-    this target (Ziegler et al. 2019). After each step, the controller changes the coefficient by at most 20 % x responses /
-    horizon. The controller compares the target with the KL of the sampling policy on its own samples (metric kl/sampled). null:
-    the coefficient is fixed."""
+    this target (Ziegler et al. 2019). After each step, the controller changes the coefficient by at most 20 % x number of
+    responses / horizon. The controller compares the target with the KL of the sampling policy on its own samples (metric
+    kl/sampled). null: the coefficient is fixed."""
     horizon: Annotated[Positive, only_with(".target", example=0.1)] = 10_000
     """Number of responses over which the controller of `target` changes the coefficient by at most 20 %."""
     reference: Annotated[str | None, only_with(".coefficient", example=0.05)] = None
@@ -91,7 +91,7 @@ class AlgorithmConfig:
     seq-mean-token-sum-norm)."""
     target_kl: Annotated[PositiveFloat | None, only_with_any("batch.epochs", "batch.updates_per_step")] = None
     """Early stopping within a step: limit of the KL from the policy at the start of the step, in nats per token (metric
-    loss/old_kl). If the forward pass of an update measures more, the run skips this update and the later updates of the
+    loss/old_kl). If the forward pass of an update measures a larger KL, the run skips this update and the later updates of the
     step. null: no early stopping. (kl.target is a different feature.)"""
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus: the loss is reduced by entropy_coefficient x the policy's entropy."""
@@ -203,8 +203,8 @@ class DistillationConfig:
     """Reference to the API key of the teacher's server: env:NAME or file:PATH."""
     recorded: bool = False
     """Learn from the teacher's log-probs that are recorded in the demonstrations (rollout.demonstrations.top_log_probs). No
-    teacher runs. The loss is a divergence whose classes are the recorded tokens and one class for all other tokens. Only for
-    sft, with direction `forward` or `reverse`."""
+    teacher runs. The loss is a divergence whose classes are the recorded tokens and one class for all other tokens. Only
+    sft can do this, with direction `forward` or `reverse`."""
     placement: Literal["loss", "advantage"] = "loss"
     """`loss`: add a term to the loss, the divergence between the whole distributions of teacher and model at each
     token, computed in chunks. `advantage` (train only): add log teacher - log policy of each sampled token to the
@@ -263,7 +263,7 @@ class CorrectionConfig:
     """Ratio that `mode` uses: the token's own ratio, the ratio of the whole response, or the geometric mean of the
     ratios of the response."""
     low: Annotated[NonNegativeFloat | None, only_with(".mode", "mask", "clip")] = None
-    """Lower bound of the ratio itself, a number below 1: to allow ratios down to 0.2 below 1, set 0.8."""
+    """Lower bound of the ratio itself (not its distance from 1), a number below 1. With 0.8, ratios from 0.8 on are allowed."""
     high: Annotated[PositiveFloat | None, only_with(".mode", "mask", "truncate", "clip")] = None
     """Upper bound of the ratio itself, a number above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -317,8 +317,8 @@ class RoutingConfig:
     predictor_decay: Fraction = 0.01
     """Share by which a predictor's weights shrink at each of its updates, because routers do not drift in one direction
     forever. With decay, the predictors' Adam has no momentum. 0 (the Pr2 paper): no decay, and the momentum of the
-    section optimizer. Predictors can look ahead at most predictor_lr_multiplier / predictor_decay router updates, and
-    need to look ahead (updates_per_step - 1) / 2."""
+    section optimizer. Predictors can look ahead at most predictor_lr_multiplier / predictor_decay router updates.
+    They need to look ahead (updates_per_step - 1) / 2 router updates."""
     cached_tokens: Positive = 1024
     """Number of evenly spaced tokens of each response whose router inputs and logits are kept for predictors and
     metrics."""
@@ -338,7 +338,7 @@ class VP2OConfig:
     """Stein variational updates over the experts of each MoE layer (arXiv:2606.08032)."""
 
     enabled: bool = False
-    """Measure co-activation and prototypes of the experts, and replace expert gradients by the transformed gradients."""
+    """Measure co-activation and prototypes of the experts, and replace expert gradients by VP2O's transformed gradients."""
     coactivation: Literal["hard", "soft"] = "hard"
     """Measure of how often two experts are active together (Eq. 6). `hard`: the share of tokens that go to both
     experts; `soft`: the mean product of their probabilities in the router's distribution over all experts. `soft` also

@@ -23,12 +23,12 @@ class ReadBy:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition on other keys, without which a key is not read.
+    """A condition on other keys. If the condition does not hold, the key that declares it is not read.
 
     keys: dotted names from the root; a name that begins with a dot is in the same section. At least one of these keys must be
     set. values: allowed values of the first key; empty: any value except its default. excluded: True inverts the condition. The
-    key must then not have these values, or must have its default if `values` is empty. example: a value for the remedy in the
-    message.
+    key must then not have these values, or must have its default if `values` is empty. example: value that the
+    error message suggests.
     """
 
     keys: tuple[str, ...]
@@ -67,7 +67,7 @@ def read_by(*commands: Kind) -> ReadBy:
 
 
 def only_with(key: str, *values: Any, example: Any = True) -> Condition:
-    """Declare that a key is read only if another key has one of these values; without values, any value except its default."""
+    """Declare that a key is read only if another key has one of these values, or (without values) differs from its default."""
     return Condition((key,), values, example=example)
 
 
@@ -77,7 +77,7 @@ def only_with_any(*keys: str) -> Condition:
 
 
 def not_with(key: str, *values: Any, example: Any = None) -> Condition:
-    """Declare that a key is not read if another key has one of these values; without values, any value except its default."""
+    """Declare that a key is not read if another key has one of these values, or (without values) differs from its default."""
     return Condition((key,), values, excluded=True, example=example)
 
 

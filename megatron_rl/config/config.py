@@ -144,7 +144,7 @@ class Config:
 
     @property
     def bootstraps_truncated(self) -> bool:
-        """True if the critic's value of the last state replaces the part of a response that a limit cut off."""
+        """True if the critic's value after the last token replaces the score of a response that a limit cut off."""
         algorithm = self.algorithm
         return algorithm.bootstrap_truncated and algorithm.advantage == "gae" and not self.zero_truncated
 

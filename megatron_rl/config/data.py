@@ -279,7 +279,7 @@ class EvalConfig:
     prompts: Count = 200
     """Largest number of held-out prompts; 0: no evaluation."""
     likelihood: bool = False
-    """`megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, like the
+    """true: `megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, like the
     evaluations of SFT. The trainer computes these numbers; no SGLang server is started, and nothing is sampled."""
     samples: Annotated[Positive, read_by("train", "sample")] = 4
     """Number of responses to each prompt at the sampling temperature, for avg@n and pass@n."""

@@ -253,8 +253,9 @@ def _set(tree: dict, key: str, value: Any) -> None:
 def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
     """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` describes the values.
 
-    onto: content of the config file, whose values the command line overrides: {} empties a mapping, and keys below a mapping
-    add to it. If a key occurs twice, the last value is used. Scripts can therefore set defaults that their caller may override.
+    onto: content of the config file, whose values the command line overrides. The value {} empties a mapping. A key below a
+    mapping is added to the mapping. If a key occurs twice, the last value is used. Scripts can therefore set defaults that
+    their caller may override.
     """
     tree = copy.deepcopy(onto or {})
     items = iter(arguments)

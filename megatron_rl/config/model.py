@@ -18,7 +18,7 @@ class ModelConfig:
     path: str = ""
     """Hugging Face folder of the model: config.json, safetensors, tokenizer. The folder is read at the start and never
     written. An id on the Hugging Face Hub is possible too: owner/name or owner/name@revision (branch, tag or commit).
-    The run downloads it, and keeps the commit of its first download. All other keys for models accept the same."""
+    The run downloads it, and keeps the commit of its first download. All other keys for models accept the same forms."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity). `full` recomputes every layer."""
     flash_attention: Literal["torch", "auto", "FA3", "FA4"] = "torch"
@@ -223,7 +223,7 @@ class QuantizeConfig:
 
     format: Literal["fp8_tensor", "int4"] = "fp8_tensor"
     """Format of the quantized model. `fp8_tensor`: weights and inputs in e4m3, with one scale per matrix and one per
-    layer's inputs, from calibration. `int4`: weights only, with one scale per 128 inputs of an output, chosen for the
+    layer's inputs, from calibration. `int4`: weights only. Each 128 neighboring weights of a row share a scale, chosen for the
     smallest error on the calibration data."""
     calibration_samples: Positive = 128
     """Number of demonstrations, or of pieces of texts, from the training data. The scales are computed from them."""

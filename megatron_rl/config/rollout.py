@@ -79,7 +79,7 @@ class DemonstrationsConfig:
 
 @section
 class DynamicSamplingConfig:
-    """Train only on groups whose rewards differ (DAPO). Groups of further prompts replace the other groups.
+    """Train only on groups whose rewards differ (DAPO). Groups of further prompts replace groups with equal rewards.
 
     Differences that come from rewards.overlong_buffer alone do not count.
     """
@@ -220,8 +220,8 @@ class AgentConfig:
     history: Literal["sampled", "rendered"] = "sampled"
     """Form in which training shows earlier turns after the user continues a conversation (dialect harmony). `sampled`:
     the tokens as sampled, with thinking and end marks, in one sequence. `rendered`: the history as the chat format
-    renders it, without thinking and end marks. Each such turn then starts its own sequence, and all sequences have the
-    reward of the conversation. Evaluations always use `rendered`."""
+    renders it, without thinking and end marks. Each turn of the user after a reply then starts a new sequence. All
+    sequences of a conversation have its reward. Evaluations always use `rendered`."""
     on_truncation: Literal["score", "zero", "mask"] = "score"
     """Treatment of a conversation that a limit ended (turns, tokens, time). `score`: score the last reply if it is an
     answer; `zero`: reward 0; `mask`: do not train on the conversation, and leave it out of the baseline of its

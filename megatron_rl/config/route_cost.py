@@ -25,12 +25,15 @@ class CacheCost(NamedTuple):
 def cache_cost(
     layers: int, hidden: int, experts: int, topk: int, tokens: int, cached_tokens: int, *, index_bytes: int = 4
 ) -> CacheCost:
-    """Return the cost by Pr2, Appendix E.2: index cache b k L T, feature cache (2 d + 4 E) L C, 2 L d E operations per token.
+    """Return the cost as in Appendix E.2 of the Pr2 paper.
 
     layers: L, number of layers with experts. hidden: d. experts: E. topk: k. tokens: T, of one response. cached_tokens:
     C, of one response. index_bytes: b, bytes of one expert id: 4 in the paper (int32), 1 in this package (2 from 256
-    experts on). Errors: ValueError if a size is below 1, if topk is above experts, or if there are more cached tokens
-    than tokens.
+    experts on). The routes take b k L T bytes, and the predictors' training data (2 d + 4 E) L C bytes. The predictors need
+    2 L d E operations per token.
+
+    Errors: ValueError if a size is below 1, if topk is above experts, or if there are more cached tokens than
+    tokens.
     """
     sizes = {"layers": layers, "hidden": hidden, "experts": experts, "topk": topk, "tokens": tokens}
     for name, size in {**sizes, "cached_tokens": cached_tokens, "index_bytes": index_bytes}.items():

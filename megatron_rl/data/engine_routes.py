@@ -28,9 +28,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
-"""Integer types in replies; the last one is only for models with more than 256 experts. A reply of a wrong model may have
-four-byte integers, but the length of a table of shorter integers. Read as shorter integers, the zero bytes name an expert
-twice, which `decode` refuses."""
+"""Integer types in replies; the last one is only for models with more than 256 experts. If the engine serves a wrong model, a
+table of four-byte integers may have the length that is right for shorter integers. Read as shorter integers, this table's zero
+bytes name an expert twice. `decode` therefore refuses the table."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class EngineRoutes:
         return self._ids((words & MOST_EXPERTS - 1).view("<i4")), gates
 
     def _raw(self, encoded: str, tokens: int, known: Sequence[np.dtype]) -> np.ndarray:
-        """Decode the table to [tokens, moe_layers, topk]; its integer type is the one in `known` that fits its length."""
+        """Decode the table to [tokens, moe_layers, topk]. known: possible integer types; the table's length decides which."""
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -207,9 +207,9 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
     A turn's request sets routes_start to the number of rows in the earlier tables, and the server sends only the rows after
     them. This number is one less than the number of tokens in the conversation so far: the last token of a response gets its
     route only as an input of the next turn. After a known weight sync, the request sets routes_start to 0, and the turn's table
-    is used alone (`Conversation`). Its rows for earlier turns are then the routes under which the later turns were sampled.
-    Log-probs of earlier turns still belong to the weights that sampled them, as in a response that a weight sync interrupted
-    (see the module's docstring).
+    is used alone (`Conversation`). In this table, the rows for earlier turns are the routes under which the later turns were
+    sampled. Log-probs of earlier turns still belong to the weights that sampled them, as in a response that a weight sync
+    interrupted (see the module's docstring).
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 

@@ -1,9 +1,9 @@
 """Model names that are Hugging Face ids: owner/name, or owner/name@revision as in Hugging Face's own hf:// paths.
 
 If a folder with the given name exists, `as_folder` returns it unchanged. For an id, huggingface_hub provides a folder of its
-cache. Its own variables and login apply (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Only safetensors, configs and
-the tokenizer are downloaded: no pickles and no code. This module does not import torch, because ids are resolved before the
-import of torch.
+cache. The library's environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...) and its login apply. Only
+safetensors, configs and the tokenizer are downloaded: no pickles and no code. This module does not import torch, because ids
+are resolved before the import of torch.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Batch:
     """Rows of the labels that are not ignored, [n] int64. They are stored, because searching for them on a GPU would block the
     host."""
     fields: dict[str, torch.Tensor]
-    """Values of each label, [T], by a name in `data.sequence.FIELDS`. A pass over the batch adds its results here, on the
-    pipeline stage that computes them."""
+    """Values of each label, [T], by a name in `data.sequence.FIELDS`. A forward pass stores its results here, on the pipeline
+    stage that computes them."""
     segments: Segments
     """Index of each token's sequence (0 to S - 1)."""
     cu_seqlens: torch.Tensor
@@ -286,7 +286,7 @@ def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndar
 
 
 def _engine_gates(samples: list[Sequence], borders: np.ndarray, shape: RouteShape) -> np.ndarray | None:
-    """Return gates [total, moe_layers, topk] float32, 0 without gates and for padding; None if no sequence has gates."""
+    """Return gates [total, moe_layers, topk] float32; None if no sequence has gates. Unknown gates and padding are 0."""
     if all(sample.gates is None for sample in samples):
         return None
     gates = np.zeros((int(borders[-1]), len(shape.moe_layers), shape.topk), np.float32)

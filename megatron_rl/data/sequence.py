@@ -1,8 +1,8 @@
 """A sequence of tokens with named values of its labels, which carries all data from the rollout to the loss.
 
 A label is a token that the model predicts: a token of the response. Values of single labels (loss mask, log-probs, advantages
-...) are called fields. Packing, context-parallel cuts, `take`, moves to a device and records loop over the fields of a
-sequence, so a new field needs only one line in `FIELDS`.
+...) are called fields. Several parts of the code treat all fields of a sequence in a loop: packing, context-parallel cuts,
+`take`, moves to a device, and records. A new field therefore needs only one line in `FIELDS`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Sequence:
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Self:
-        """Build a sequence from a prompt and a response to imitate: every label counts."""
+        """Build a sequence from a prompt and a response to imitate. The loss uses every label."""
         tokens = np.asarray([*prompt, *response], np.int32)
         return cls(tokens=tokens, prompt_length=len(prompt), fields={"loss_mask": np.ones(len(response), bool)})
 

@@ -76,8 +76,8 @@ class Trajectory(Sequence):
     turns: list[Turn] = field(default_factory=list)
     """Turns of a conversation."""
     part: int = 0
-    """Index of the sequence within its sample, because an agent may hold several conversations for one prompt. Later sequences
-    have the reward and the advantage of the first (0)."""
+    """Index of the sequence within its sample. A sample has several sequences if an agent holds several conversations for one
+    prompt. Later sequences have the reward and the advantage of the first (0)."""
 
     @property
     def truncated(self) -> bool:

@@ -195,7 +195,7 @@ class Harmony(Dialect):
     ) -> list[int] | None:
         """Return the history as `Dialect.history` does. An answer ends in <|end|>; the analysis channel is left out.
 
-        Calls and results on the analysis channel are left out too. None if a reply cannot be parsed.
+        Calls and results on the analysis channel are left out too. Returns None if a reply cannot be parsed.
         """
         told = self._opening(messages, tools)
         try:
@@ -277,7 +277,7 @@ class Harmony(Dialect):
         return self._ids.from_library(ids)
 
     def _told(self, message: Message, asked: list[tuple[str, str]] | None = None) -> list[Spoken]:
-        """Convert a message in OpenAI's form to the openai-harmony library's. asked: see `_author`."""
+        """Convert a message in OpenAI's form to one or more messages of the openai-harmony library. asked: see `_author`."""
         text, role = encodable(str(message.get("content") or "")), message["role"]
         if role == "assistant":
             calls = [_calling(Call(*parse_call(call))) for call in message.get("tool_calls") or []]

@@ -32,8 +32,8 @@ def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
 class HarmonyIds:
     """Mapping between token ids of the openai-harmony library and of a model's tokenizer.
 
-    With gpt-oss's tokenizer both are the same. Another tokenizer, such as a tiny model's, must have special tokens of the same
-    names. Special tokens are then mapped by name, and the text between them is encoded again.
+    With gpt-oss's tokenizer, both ids of a token are equal. Another tokenizer, such as a tiny model's, must have special tokens
+    of the same names. Special tokens are then mapped by name, and the text between them is encoded again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -99,7 +99,7 @@ class Qwen(Dialect):
 
     @cached_property
     def _begun(self) -> str:
-        """Text from `<think>` on, if the template's generation prompt ends with this tag; '' otherwise."""
+        """`<think>` and the blanks after it, if the template's generation prompt ends with this tag; '' otherwise."""
         asked = self._template([{"role": "user", "content": "?"}])
         return asked[asked.rfind("<think>") :] if asked.rstrip().endswith("<think>") else ""
 

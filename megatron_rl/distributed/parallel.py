@@ -98,7 +98,7 @@ class Ranks:
 
         The work waits for something outside of the run, such as servers. It runs in a thread, while the processes exchange
         heartbeats. So a long wait does not look like a lost process (parallel.timeout_s), and a lost process is noticed within
-        this timeout. Returns when all processes have finished the work.
+        this timeout. The method returns when all processes have finished the work.
         """
         if self.world_size == 1:
             return work
@@ -111,8 +111,8 @@ class Ranks:
     ) -> bool:
         """Wait like `patiently` for work that every process has begun, or until `stop` or `enough` returns True.
 
-        enough: collective, with the same result on all processes. Returns True on all processes if `stop` returned True on one
-        of them. If `stop` or `enough` returned True, the work may still be running.
+        enough: collective, with the same result on all processes. The method returns True on all processes if `stop` returned
+        True on one of them, else False. If `stop` or `enough` returned True, the work may still be running.
         """
         start = time.monotonic()
         while True:

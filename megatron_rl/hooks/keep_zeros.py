@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class KeepZeros(UpdateHook):
     """Removes the gradient of weights that are zero in the folder model.path.
 
-    This suffices to keep them at zero. Adam's moments of such a weight are always zero, so its step is 0 / (0 + eps), and
-    weight decay multiplies 0. So the fp32 weight, its bf16 copy, checkpoints and exports all have an exact zero. The gradient
-    is removed before the gradient norm is computed, so it does not affect the clipping of other gradients.
+    Without a gradient, these weights stay at zero. Adam's moments of such a weight are always zero, so its step is
+    0 / (0 + eps), and weight decay multiplies 0. So the fp32 weight, its bf16 copy, checkpoints and exports all have an
+    exact zero. The gradient is removed before the gradient norm is computed, so it does not affect the clipping of other
+    gradients.
     """
 
     def __init__(self, keep: bool | list[str]) -> None:
@@ -46,7 +47,7 @@ class KeepZeros(UpdateHook):
             )
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Check, before the first update, that loaded weights have the model folder's zeros. Collective. Errors: UserError."""
+        """Check before the first update that weights that are zero in model.path still are. Collective. Errors: UserError."""
         if self._looked or stage != "update" or self._trainer is None:
             return
         self._looked = True

@@ -29,7 +29,7 @@ class RoutingReplay(UpdateHook):
     """Selects the source of the experts in each forward pass (for example the engine's routes), and measures the routes."""
 
     def __init__(self, source: RouteSource, *, gates: bool = False, give_up_below: float = 0.0) -> None:
-        """Create it. With r3, gates and give_up_below are `routing.replay_gates` and `routing.give_up_below`."""
+        """Create it. With source r3, gates and give_up_below are `routing.replay_gates` and `routing.give_up_below`."""
         self.source: RouteSource = source
         self.gates, self.give_up_below = gates, give_up_below
         self._counts = False

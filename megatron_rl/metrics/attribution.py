@@ -96,7 +96,7 @@ HEADINGS = ("without", "by", "KL, nats per token", "share of the KL")
 
 
 def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table. HEADINGS are their columns."""
+    """Return the rows of the table, whose columns have the names HEADINGS."""
     rows = [("nothing", "log-probs as in the run", f"{found.kl:.3g}", "")]
     for one in found.sources:
         share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"

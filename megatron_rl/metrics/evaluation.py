@@ -30,7 +30,7 @@ def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 
 def distinct_right(
     answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
 ) -> list[int]:
-    """Return the number of different right answers to each prompt. answers, rewards: [prompts][n]."""
+    """Return the number of distinct right answers to each prompt. answers, rewards: [prompts][n]."""
     return [
         len({answer for answer, reward in zip(row, row_rewards, strict=True) if reward >= threshold})
         for row, row_rewards in zip(answers, rewards, strict=True)
@@ -54,7 +54,7 @@ def collision(
 
 
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
-    """Return maj@n: the mean reward of each prompt's most frequent answer. If several are equally frequent, average them.
+    """Return maj@n: the mean reward of each prompt's most frequent answer (of ties: their mean).
 
     answers, rewards: [prompts][n]. Equal answers have equal rewards, unless some of their responses are truncated. Then the
     mean of their rewards is used.

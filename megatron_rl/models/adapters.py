@@ -71,7 +71,7 @@ class Adapter:
 
     @property
     def is_expert(self) -> bool:
-        """True if the adapter belongs to an expert. Expert-parallel ranks have different experts."""
+        """True if the adapter belongs to an expert. Each expert-parallel rank holds its own experts."""
         return EXPERTS in self.name
 
     @property

@@ -57,7 +57,7 @@ class OurSpec(MegatronModelBridge):
         return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
     def build_conversion_tasks(self, *args: Any, **kwargs: Any) -> list[WeightConversionTask | None]:
-        """Return the original bridge's tasks. Cached parameter names are dropped: routers may have gotten predictors."""
+        """Return the original bridge's tasks, without its cache of parameter names: routers may have gotten predictors."""
         self.__dict__.pop("_cached_param_names", None)
         return super().build_conversion_tasks(*args, **kwargs)
 

@@ -55,7 +55,8 @@ _CLASSES = {
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
 }
-"""(module, name) of the classes and functions that torch's and Megatron's writers use in `.metadata`, without the dtypes."""
+"""(module, name) of each class and function that torch's and Megatron's writers use in `.metadata`. torch's dtypes are also
+accepted, but not listed here."""
 
 
 class CheckpointReader(FileSystemReader):

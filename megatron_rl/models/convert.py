@@ -63,9 +63,9 @@ def convert(
 
     Every rank calls this function (torchrun, or one process).
 
-    quantize: write a Hugging Face folder with block FP8 weights; works for both kinds of source. A source can also hold
-    adapters, as a folder in PEFT's format or a checkpoint. They are merged into the weights of folder `base` (by default, the
-    model that they were trained on). With `adapter`, the result is a folder in PEFT's format instead.
+    quantize: write a Hugging Face folder with block FP8 weights; works for both kinds of source. The source may also be a
+    folder in PEFT's format, or a checkpoint with adapters. Its adapters are merged into the weights of the folder `base` (by
+    default, the model that they were trained on). With `adapter`, the result is a folder in PEFT's format instead.
     Errors: UserError if source is neither a Hugging Face folder nor a checkpoint, or if out exists.
     """
     if out.exists():
@@ -242,7 +242,7 @@ def _named_tensors(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, torc
 
 
 def _tell_verified(out: Path, checksums: Checksums) -> None:
-    """Print on rank 0 how many tensors all ranks have read back as written, and their digest. Collective."""
+    """Print on rank 0 the number of tensors that all ranks have read back and verified, and their digest. Collective."""
     everyones = [checksums] * dist.get_world_size()
     dist.all_gather_object(everyones, checksums)
     if dist.get_rank() == 0:

@@ -126,7 +126,7 @@ class Write:
             self._run()
 
     def written(self) -> bool:
-        """Return True if this rank has written its files or failed to."""
+        """Return True if this rank has written its files, or if the write has failed on it."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class Write:
             raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
 
     def _sourced(self, items: Iterable[tuple[Any, Tensor]], source: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        """Yield the items for Megatron's writer with the tensors that `source` returns. The writer reads the items once."""
+        """Yield the items for Megatron's writer, which reads each item once. `source` returns the tensor of each item."""
         try:
             for item, tensor in items:
                 yield item, source(tensor)

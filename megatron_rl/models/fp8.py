@@ -191,7 +191,7 @@ def quantization_config(plain: Iterable[str] = ()) -> dict:
 
 
 class Export:
-    """Quantizes the tensors that `Model.save_hf` or a folder streams, and completes config.json."""
+    """Quantizes a stream of tensors, from `Model.save_hf` or from a model folder, and completes config.json."""
 
     def __init__(self, *, writes: bool = True) -> None:
         """Start an export. writes: True if this process writes the tensors; other processes only check names and shapes."""

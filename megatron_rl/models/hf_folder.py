@@ -182,7 +182,7 @@ LEFT_OUT_FOLDERS += ["runs", "logs", "wandb", "tensorboard"]
 def _beside_weights(source: Path, out: Path) -> Iterator[Path]:
     """Yield the files of a model folder and its subfolders that do not depend on the weights, as relative paths.
 
-    out: the folder that is being written. If it lies in a subfolder, such as runs/, this subfolder is not part of the model.
+    out: the folder that is being written. A subfolder of `source` that holds `out`, such as runs/, is skipped.
     """
     for here, folders, files in os.walk(source):
         folder = Path(here)

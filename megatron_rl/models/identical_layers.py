@@ -416,7 +416,7 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         return compressed, combined
 
     def _normed(self, latents: Tensor) -> Tensor:
-        """Normalize latents [T, R], whose gradient is the sum of the parts from each rank's heads.
+        """Normalize latents [T, R]. Their gradient is summed over the ranks, because each rank's heads give a part of it.
 
         With sequence parallelism, Megatron sums the ranks' gradients of the norm's weight. So each rank normalizes only its own
         rows.

@@ -22,8 +22,8 @@ from megatron_rl.models.families import (
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
     """Read config.json of a local model folder.
 
-    Errors: UserError if the folder or the file is missing, is not JSON, describes an unsupported model, or asks for code from
-    the folder, which is never run.
+    Errors: UserError if the folder or the file is missing. UserError if the file is not JSON, describes an unsupported model,
+    or needs code from the folder (such code is never run).
     """
     folder = Path(path)
     if not str(path):

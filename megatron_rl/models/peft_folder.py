@@ -128,7 +128,7 @@ def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
 
 
 def _is_ours(adapter: Adapter) -> bool:
-    """Return True if this rank contributes the adapter to `gather`. One of the ranks that hold the same adapter does so."""
+    """Return True if this rank contributes the adapter to `gather`. Exactly one of the ranks with this adapter does so."""
     if adapter.is_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -253,8 +253,8 @@ def read_folder(folder: Path) -> PeftFolder:
 def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMappingRegistry, config: Any) -> list[str]:
     """Fill a model's adapters from a folder; adapters without an entry stay unchanged. Return the layers that were used.
 
-    If the folder's layers for q, k and v (or gate and up) have different A's, the adapter of the fused layer needs the sum of
-    their ranks. Errors: UserError if an adapter's rank is too small.
+    If the folder's layers for q, k and v (or gate and up) do not share one A, the fused layer's adapter needs at least the sum
+    of their ranks as its rank. Errors: UserError if an adapter's rank is too small.
     """
     taken = []
     for adapter in adapters:

@@ -87,7 +87,7 @@ def checkpoint_tasks(
 
 
 class _Part:
-    """State that reads one parameter from a checkpoint. It has its own memory, because the model's memory is not touched."""
+    """Sharded state that loads one parameter from a checkpoint, into its own memory: the model's memory stays untouched."""
 
     def __init__(self, sharded: ShardedTensor | ShardedTensorFactory) -> None:
         data = torch.empty_like(cast("Tensor", sharded.data))

@@ -1,9 +1,9 @@
 """Batch-invariant operators for trainer and engine: the bits of a row do not depend on the other rows (precision.identical).
 
-Matrix multiplication, norm, softmax, router and the sum over experts add in one fixed order. The order is the same if a token
-is computed alone or with others, in a prefill or in a decode. Trainer and engine therefore get identical numbers from identical
-inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention: csrc/sink_attention/, which cuts its
-sums at the same keys for every query.
+Matrix multiplication, norm, softmax, router and the sum over experts add in one fixed order. The order is the same whether a
+token is computed alone or with others, in a prefill or in a decode. Trainer and engine therefore get identical numbers from
+identical inputs. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA. Attention: csrc/sink_attention/, which
+cuts its sums at the same keys for every query.
 
 An engine process loads this file by its path, without the package. The file therefore imports nothing of megatron_rl except
 the kernels in the same folder. All operators are forward only; models/identical_layers.py has the gradients.

@@ -49,13 +49,14 @@ class _Tile:
     warps: int
     stages: int
     registers: int | None = None
-    """Limit of registers per thread, so that two programs fit on a multiprocessor. Partial sums that wait spill to memory."""
+    """Limit of registers per thread, so that two programs fit on a multiprocessor. Partial sums that wait for their neighbor
+    in the tree spill to memory."""
 
 
 _TILES = {torch.bfloat16: _Tile(128, 128, 64, warps=8, stages=3), torch.float32: _Tile(64, 64, 32, warps=4, stages=2)}
 _COLUMN = 8
-"""Number of row blocks that run with the same weights before the next weights, so that rows and weights stay in the L2
-cache."""
+"""Number of row blocks that are multiplied by one block of weights before the next block of weights is used. Rows and weights
+then stay in the L2 cache."""
 _FEW_TILES = 64
 """Below this number of tiles, each part gets its own program, so that no multiprocessor is idle. The bits stay the same."""
 _MOST_PARTS = 8

@@ -123,7 +123,10 @@ def kl_reference(
 
 @dataclass(frozen=True)
 class _Divergence:
-    """TokenTerms of `linear_kl`. Kept per token: the logs of both softmax denominators, and the mean under the student."""
+    """TokenTerms of `linear_kl`, which keep three numbers per token.
+
+    These are the logs of both softmax denominators, and the mean E[...] in the formula of the gradient (module docstring).
+    """
 
     direction: Direction
     mix: float
@@ -159,7 +162,10 @@ class _Divergence:
         return below.add_(mean[:, None]).neg_().mul_(student.exp_())
 
     def _mixture_above_student(self, difference: torch.Tensor) -> torch.Tensor:
-        """Return m - s of the mixture from t - s, without the rounding error of s. About zero if t and s are equal."""
+        """Return m - s (m: log of the mixture), computed from `difference` = t - s without the rounding error of s.
+
+        The result is about zero if t and s are equal.
+        """
         own = difference.new_tensor(math.log1p(-self.mix))
         above = difference + math.log(self.mix)
         return torch.logaddexp(above, own, out=above)
@@ -209,9 +215,9 @@ def linear_topk_kl(
     vocabulary size, or if teacher and student distribute the bucket's probability in the same way. The KL between classes
     does not depend on how the student distributes the bucket's probability.
 
-    log_probs are rounded, so the probability of the teacher's bucket can be zero or negative. Then the forward KL leaves the
-    bucket out. The reverse KL would be infinite, so the bucket gets a probability of 8 rounding units of log_probs (1e-6 in
-    fp32).
+    log_probs are rounded, so the probability of the teacher's bucket can be zero or negative. In this case the forward KL
+    leaves the bucket out. The reverse KL would be infinite, so it uses a probability of 8 rounding units of log_probs (1e-6 in
+    fp32) for the bucket.
 
     hidden [T, d], weight [V / tp, d], tp_group, vocab_size, chunk_tokens, fp32_logits, gradients: as in linear_kl.
 
@@ -268,7 +274,7 @@ def _check_rows(ids: torch.Tensor, classes: torch.Tensor, vocabulary: int) -> No
 
 @dataclass(frozen=True)
 class _Buckets:
-    """TokenTerms of `linear_topk_kl`. Kept per token: the gradient of each class, and the bucket's log-sum-exp."""
+    """TokenTerms of `linear_topk_kl`, which keep per token the gradient of each class and the bucket's log-sum-exp."""
 
     direction: TopkDirection
     ids: torch.Tensor

@@ -21,7 +21,7 @@ MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 """Module of each implementation. torch itself imports FlashAttention 3."""
 
 _WIDEST = {9: 256, 10: 128}
-"""Widest heads of FlashAttention 4 by major compute capability, with gradients for sinks and windows."""
+"""Major compute capability -> largest head width for which FlashAttention 4 has gradients with sinks and windows."""
 
 
 def installed() -> list[str]:

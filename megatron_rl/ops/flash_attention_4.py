@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.ops.flash import MODULES
 
 LONG = 512
-"""Smallest max_seqlen that the kernels get. It exceeds a tile, because extra kernels are compiled for shorter packs."""
+"""Smallest max_seqlen passed to the kernels. It exceeds a tile: smaller values would need extra compiled kernels."""
 
 
 def flash_forward(

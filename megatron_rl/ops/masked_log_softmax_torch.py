@@ -1,7 +1,7 @@
 """masked_log_softmax in plain torch: its definition, and row kernels for cases that the compiled kernels do not support.
 
-These cases are fp64, and CUDA tensors if the CUDA part of csrc is not built. finish and factors also serve CPU tensors, for
-which small operators cost little. The kernels have the signatures of the kernels in csrc.
+These cases are fp64, and CUDA tensors if the CUDA part of csrc is not built. `finish` and `factors` also process
+CPU tensors, for which small operators cost little. The kernels have the signatures of the kernels in csrc.
 """
 
 from __future__ import annotations

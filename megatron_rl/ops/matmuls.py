@@ -69,9 +69,10 @@ def add_biases(out: torch.Tensor, ends: torch.Tensor, biases: torch.Tensor, scal
 def bias_gradients(
     grad: torch.Tensor, ends: torch.Tensor, counts: Sequence[int], scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the gradient of the biases [E, out] from grad [N, out]: the sum over each group's rows, times their scales.
+    """Return the gradient of the biases [E, out] from grad [N, out]: the sum over each group's rows times their scales.
 
-    It is computed as a product with the scales as columns. An fp32 scale is split into two bf16 numbers, exact to 2^-16.
+    One grouped matrix multiplication computes the sums, with the scales as columns of the second matrix. An fp32 scale is split
+    into two bf16 numbers, exact to 2^-16.
     """
     columns = grad.new_zeros((len(grad), _ALIGNED))
     if scales is None:

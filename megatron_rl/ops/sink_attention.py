@@ -30,7 +30,7 @@ _OP = "sink_attention"
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Borders of packed sequences, read once for all layers of a pass."""
+    """Borders of packed sequences, read once for all layers of the model."""
 
     borders: torch.Tensor
     """[S + 1] int64 on the CPU: start of each sequence, then the end of the last one."""

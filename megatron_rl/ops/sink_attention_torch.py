@@ -1,8 +1,8 @@
 """sink_attention in plain torch: its definition, and kernels for cases that the compiled kernels do not support.
 
-`forward` and `backward` compute tile by tile: fp64 everywhere, and on CUDA also fp32 and all heads that no flash attention
-supports. `flash_forward` and `flash_backward` add the sink to torch's flash attention, if the CUDA part of csrc is not built.
-All have the signatures of the kernels in csrc.
+`forward` and `backward` compute tile by tile. They handle fp64 on every device, and on CUDA also fp32 and all heads that no
+flash attention supports. `flash_forward` and `flash_backward` add the sink to torch's flash attention, if the CUDA part of csrc
+is not built. All have the signatures of the kernels in csrc.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ def flash_backward(
     rng_state: Tensor,
     unused: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (grad_q, grad_k, grad_v, grad_sinks or None), from flash attention's backward applied to (dO', O', L')."""
+    """Return (grad_q, grad_k, grad_v, grad_sinks or None).
+
+    Flash attention's backward pass runs with grad, out and lse of the attention with sinks (O' and L' in `apply_sink`).
+    """
     if len(q) == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), None if sinks is None else 0 * sinks
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(

@@ -39,7 +39,7 @@ class TokenPlaces:
     cu_seqlens: torch.Tensor
     """[S + 1] int64: starts of the whole (padded) sequences, then c * T."""
     order: torch.Tensor
-    """[c, T] int64: index in the whole micro-batch of the token at place t of rank r."""
+    """[c, T] int64: entry [r, t] is the index, in the whole micro-batch, of the t-th token on rank r."""
     positions: torch.Tensor
     """[T] int64: position of each token of this rank in its own sequence."""
     sequences: PackedSequences

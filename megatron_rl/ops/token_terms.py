@@ -50,7 +50,10 @@ class Heads:
         return fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
 
     def logits(self, products: Iterable[torch.Tensor], keep: bool) -> list[torch.Tensor]:
-        """Convert products to `dtype` and divide them by the temperature. Without `keep` they are overwritten if possible."""
+        """Convert products to `dtype` and divide them by the temperature.
+
+        keep: True leaves the products unchanged; False lets the logits overwrite them where possible.
+        """
         found = []
         for product in products:
             scaled = product.to(self.dtype, copy=keep).div_(self.temperature)
@@ -177,7 +180,9 @@ def label_over_mean(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Return z_y - mean of z of each token, [n] fp32 (fp64 if hidden is fp64), differentiable in hidden and weight.
+    """Return each token's target logit minus its mean logit, [n] fp32 (fp64 if hidden is fp64).
+
+    The result is differentiable in hidden and weight.
 
     hidden [n, H] and weight [V / tp, H] have one dtype. targets: [n] int64 ids of the whole vocabulary, below vocab_size;
     no target is ignored. vocab_size: vocabulary of the model; rows beyond it (Megatron's padding) are left out of the mean.

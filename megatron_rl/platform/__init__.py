@@ -25,8 +25,8 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
 
     gpu: True if Megatron must find a GPU; None: as torch reports. On a machine without a GPU, `activate(gpu=True)` keeps
     Megatron's device code and replaces only missing packages. Tests use this to import what a GPU machine imports, or to
-    build models on the meta device. It does not change torch.cuda.is_available(), which megatron_rl.models and the trainer
-    call.
+    build models on the meta device. The argument does not change torch.cuda.is_available(), which megatron_rl.models and the
+    trainer call.
 
     Returns the parts that the platform replaces; an empty set if it is inactive. The first call decides for the process.
     Errors: UserError if there is a GPU and Transformer Engine or Apex is installed but broken; RuntimeError if Megatron was

@@ -20,8 +20,8 @@ class Chart:
     title: str
     note: str
     series: dict[str, str]
-    """{metric: label}. The pattern "a*b" stands for all metrics "a" + anything + "b"; a * in the label is the matched part.
-    If the page shows several runs, it draws the first series alone, for each run."""
+    """{metric: label}. The pattern "a*b" stands for all metrics "a" + anything + "b"; a * in the label is the matched part. If
+    the page shows several runs, the chart has only the first series of each run."""
     log: bool | None = False
     """True for a log scale. None: a log scale if all values are above zero and spread over two powers of ten."""
     reach: tuple[float, float] | None = None
@@ -240,10 +240,10 @@ def lines(
 ) -> Spec:
     """Return a line chart over steps, with a vertical line at the step under the mouse.
 
-    A long series is a thin line with its running mean drawn over it. log: the value axis is logarithmic, if the
-    largest value is at least 5 times the smallest. reach: range that the value axis covers at least. marks: each value has a
-    mark and nothing is smoothed. apart: if marks, the second line is broad and pale below the first, and
-    later lines are dashed, so that equal lines stay visible.
+    A long series is a thin line with its running mean drawn over it. log: the value axis is logarithmic, if the largest value
+    is at least 5 times the smallest. reach: range that the value axis covers at least. marks: each value has a mark and nothing
+    is smoothed. apart: with marks, the second line is broad and pale and lies below the first, and later lines are dashed.
+    Equal lines therefore stay visible.
     """
     rows, fields = table(series), [f"s{i}" for i in range(len(series))]
     values = [value for found in series for _, value in found if value > 0 or not log]
@@ -319,9 +319,9 @@ def _from_zero(values: Sequence[float]) -> bool:
 
 
 def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
-    """Return a bar chart on a log axis: for each number of replaced experts, one bar per run with its share.
+    """Return a bar chart of shares on a log axis: one bar per run for each number J in `deviation_tails`.
 
-    tails: shares from `deviation_tails`, by run. Each bar shows its share as text. A share of zero has no bar.
+    tails: {run: shares from `deviation_tails`}. Each bar shows its share as text. A share of zero has no bar.
     """
     ids = {run: f"s{i}" for i, run in enumerate(colors)}  # names of runs could break a Vega expression
     rows = [

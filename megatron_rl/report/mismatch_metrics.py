@@ -138,8 +138,8 @@ def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
 
     pruning/bias_bound: R_max T (1 - Z_min). It bounds the difference in expected reward between the pruned and the unpruned
     policy (Li et al., proposition 5.5). T is rollout.max_new_tokens. Z_min is the smallest coverage in the sampled states.
-    R_max is the sum of the reward weights, because each part is between 0 and 1. pruning/bias_mean: the bound with the mean
-    instead, R_max T mean(1 - Z), as in equation 26, before the minimum is taken. largest: R_max T.
+    R_max is the sum of the reward weights, because each part is between 0 and 1. pruning/bias_mean: R_max T mean(1 - Z), the
+    same bound with the mean instead of the minimum. It is equation 26 before the minimum is taken. largest: R_max T.
     """
     pruned = batch.pruned[batch.mask].double()  # computing 1 - Z from Z in fp32 could not resolve values below 6e-8
     tokens, total = len(pruned), float(pruned.sum())

@@ -302,7 +302,7 @@ def _samples(run: RunLog, many: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _details(sample: dict[str, Any]) -> str:
-    """Return a text: how the response ended, whether training skipped it, and the reward parts if there are several."""
+    """Describe how the response ended, whether training skipped it, and its reward parts if there are several."""
     parts = {name.removeprefix("reward/"): value for name, value in sample.items() if name.startswith("reward/")}
     shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
     masked = ["not trained on"] if sample.get("masked") else []
@@ -310,7 +310,7 @@ def _details(sample: dict[str, Any]) -> str:
 
 
 def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """Return the responses of a run with the highest reward and the most frequent responses, at most `most` of each kind.
+    """Return two lists of a run's responses, each of at most `most`: those with the highest reward, and the most frequent.
 
     Each response has its number of occurrences over all steps.
     """

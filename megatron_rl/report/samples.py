@@ -23,8 +23,8 @@ Place = tuple[int, Hashable]
 def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[Place, int]:
     """Choose at most `most` of the (group, response, reward) rollouts, and return {place: number of equal responses}.
 
-    The first quarter (rounded up) holds the responses with the highest rewards, and the second quarter the most frequent
-    responses. The rest are taken from the prompts in turn.
+    The first quarter of the choice (rounded up) holds the responses with the highest rewards. The second quarter holds the most
+    frequent responses. The remaining ones are taken from the prompts in turn.
     """
     counts = Counter(response for _, response, _ in rollouts)
     groups: dict[int, list[Place]] = {}

@@ -55,7 +55,7 @@ class Colocation:
                 self.trainer.wake()
 
     def to_servers(self, *tags: str) -> None:
-        """Let the servers take back their GPU memory with these tags (`weights`, `kv_cache`).
+        """Let the servers take back the parts of their GPU memory that `tags` names (`weights`, `kv_cache`).
 
         With `weights` as the only tag, the trainer keeps its weights on the GPU. Otherwise the whole trainer leaves the GPU.
         """

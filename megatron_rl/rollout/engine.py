@@ -279,8 +279,8 @@ class Engine:
     ) -> PendingRollout:
         """Send the requests of `collect`; `finish` waits for the answers. Samples that exist already are not requested again.
 
-        round: index of the round; each round has its own request seeds. wanted: number of groups to use, the first that
-        complete; `finish` aborts the requests of later groups (rollout.over_sample_rate).
+        round: index of the round; each round has its own request seeds. wanted: number of groups to use. The first
+        groups that complete are used, and `finish` aborts the requests of the others (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
@@ -340,7 +340,7 @@ class Engine:
     def _look_at_versions(self, trajectories: list[Trajectory], asked: PendingRollout) -> None:
         """Count the responses that were sampled with other weights than those of the last push.
 
-        Errors: UserError with algorithm.on_policy, if there is such a response, or a server that has other weights.
+        Errors: UserError if algorithm.on_policy is set and there is such a response, or a server with other weights.
         """
         if not self.trains:
             return

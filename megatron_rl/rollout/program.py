@@ -71,7 +71,7 @@ class SingleTurn:
         return prompt.encode(self.tokenizer)
 
     def check_tools(self, prompt: Prompt) -> None:
-        """Check a prompt before it is sent. Errors: UserError if the prompt defines a tool of its own that nobody answers."""
+        """Check a prompt before it is sent. Errors: UserError if the prompt defines a tool whose calls nobody answers."""
 
     @cached_property
     def end_of_turn(self) -> list[int]:

@@ -118,7 +118,7 @@ class Pusher:
 
 
 def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
-    """Return a line (prompt, versions) for each trajectory with tokens from unknown weights or not from `version`."""
+    """Return a line (prompt, versions) for each trajectory that has tokens from unknown weights or another version."""
     lines = []
     for t in trajectories:
         spans = [span for span in t.weight_spans if span.version != version]

@@ -48,9 +48,9 @@ class Recovery:
     def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
         """Restart dead child servers, or update the list of external servers. Return True if the servers need the weights.
 
-        patience_s: longest wait for a change, in seconds. trouble: True if a request or push failed. Child servers that hang
-        then count as dead. External servers are then connected again even without a visible change, because a server may have
-        been away for a moment.
+        patience_s: longest wait for a change, in seconds. trouble: True if a request or push failed. In this case,
+        child servers that hang count as dead, and external servers are connected again even without a visible change: a server
+        may have been away for a moment.
         """
 
         def changed() -> tuple[int, list[str]]:

@@ -58,8 +58,8 @@ def drift_sample(samples: list[Sequence], config: RefreshConfig) -> list[Sequenc
     """Return evenly spaced sequences of a rank: about `config.tokens` tokens, and at least `config.sequences` sequences.
 
     The sample has whole sequences: the start of a response does not represent its end, and one long response does not represent
-    the others. The cost is at most a forward pass over the sequences of config.tokens + 1 tokens, or over config.sequences
-    sequences.
+    the others. The cost is about one forward pass over config.tokens tokens, or over config.sequences sequences if these are
+    longer.
     """
     tokens = sum(len(sample.tokens) for sample in samples)
     within = len(samples) * config.tokens // max(tokens, 1)
@@ -104,7 +104,7 @@ class RefreshSchedule:
         """True if the drift exceeded its limit and has not yet fallen below the lower limit (hysteresis)."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
-        """Return whether to refresh the engine now.
+        """Return True if the engine should be refreshed now.
 
         age: steps since the last refresh. confined: True if the trust region around the engine's weights refused or shortened
         an update of this step. At the border of the trust region, the next updates could not change the policy.

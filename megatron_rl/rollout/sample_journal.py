@@ -88,7 +88,10 @@ class SampleJournal:
             file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
 
     def keeper(self, digests: Mapping[str, str]) -> Callable[[Samples], None]:
-        """Return a function that appends samples as they finish. If a write fails, it warns once and saves no more."""
+        """Return a function that appends samples as they finish.
+
+        If a write fails, the function warns once and saves no further samples.
+        """
         failed: list[OSError] = []
 
         def keep(samples: Samples) -> None:

@@ -16,7 +16,7 @@ from megatron_rl.routing.table import RouteTable, deviation_counts, kl_divergenc
 
 
 class Foreseen(dict[int, Tensor]):
-    """Layer -> [T, k] expert ids that the engine would choose from the logits of a pass.
+    """Layer -> [T, k] expert ids that the engine would choose from the router logits of the current pass.
 
     These ids can differ from the trainer's choice, because either the engine or the trainer adds a predictor's bias to the
     logits, not both.
@@ -28,9 +28,9 @@ class Unpredicted(dict[int, Tensor]):
 
 
 class EngineDeviations(dict[int, Tensor]):
-    """Layer -> [k + 1] numbers of tokens with 0, 1, ..., k different experts between engine and trainer.
+    """Layer -> [k + 1] numbers of tokens for which engine and trainer disagree on 0, 1, ..., k experts.
 
-    The trainer chooses with the old weights.
+    The trainer makes its choice in the first pass of the micro-batch, with the old weights.
     """
 
 
@@ -72,7 +72,7 @@ class RouteAgreement(RouteObserver):
         self.table, self.update = table, update
         self.source: RouteSource = source
         self.deviations: dict[int, Tensor] = {}
-        """Layer -> [k + 1] counts of tokens with 0, 1, ..., k different experts."""
+        """Layer -> [k + 1] counts of tokens whose two routes differ in 0, 1, ..., k experts."""
         self.unpredicted: dict[int, Tensor] = {}
         """Like `deviations`, for the routes that would have been recorded without prediction."""
 
@@ -98,7 +98,7 @@ class RouteAgreement(RouteObserver):
 
 
 class RouteDistance(RouteObserver):
-    """Measures how far the routers' distributions over experts have moved since recording, on the cached tokens."""
+    """Measures how far the routers' distributions have moved since recording, for the tokens in `RouteTable.cached`."""
 
     def __init__(self, table: RouteTable, update: int) -> None:
         self.table, self.update = table, update
@@ -131,7 +131,7 @@ class RouteDistance(RouteObserver):
 
 
 class RouterEntropy(RouteObserver):
-    """Measures the entropy of the routers' distributions, in nats, over the counted tokens."""
+    """Measures the entropy of the routers' distributions, in nats, over the tokens in `RouteTable.counted`."""
 
     def __init__(self, table: RouteTable, update: int) -> None:
         self.table, self.update = table, update
@@ -151,7 +151,7 @@ class RouterEntropy(RouteObserver):
 
 
 class Load(dict[int, Tensor]):
-    """Layer -> [E] number of counted tokens of each expert."""
+    """Layer -> [E] number of tokens of each expert, among the tokens in `RouteTable.counted`."""
 
 
 def active_experts(load: np.ndarray) -> float | None:

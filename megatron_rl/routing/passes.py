@@ -70,8 +70,8 @@ class RouteObserver:
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Read the experts' outputs [T k, D], already multiplied by router weights [T, k]; return the outputs to use.
 
-        rows: [T, k], the rows of each token in `outputs`. The method is called in passes without gradients. In an update, it is
-        called only in the run of a layer that computes gradients.
+        rows: [T, k], the rows of each token in `outputs`. The method is called in passes without gradients. In an update, a
+        recomputed layer runs twice, and the method is called only in the run that computes gradients.
         """
         return outputs
 
@@ -234,7 +234,7 @@ class RouterLosses:
     """Sum of a loss over the tokens that are not padding, by name of the loss and model layer."""
 
     def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
-        """Return and store the sum of a loss's terms [T], padding excluded. layer: from 0. Recomputation stores it again."""
+        """Return and store the sum of a loss's terms [T], padding excluded. layer: from 0. Recomputation overwrites it."""
         total = (terms * self.real).sum()
         self._sums.setdefault(name, {})[layer] = total.detach()
         return total

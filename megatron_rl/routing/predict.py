@@ -13,7 +13,7 @@ from megatron_rl.routing.table import Features, RouteTable, route_dtype
 
 
 class PredictRoutes(RouteObserver):
-    """Adds the predictors' bias to the logits that choose experts, and stores the predictors' inputs for cached tokens.
+    """Adds the predictors' bias to the logits that choose experts, and stores predictor inputs (`RouteTable.features`).
 
     If the engine has already chosen the experts, with its own predictors, the trainer adds nothing to its logits.
     """

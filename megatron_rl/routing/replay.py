@@ -67,7 +67,7 @@ class ReplayLikely(RouteObserver):
     """
 
     def __init__(self, replayed: ReplayRoutes, below: float, update: int) -> None:
-        """below: threshold, as a fraction of the smallest own probability, above 0 (see `give_up`).
+        """below: threshold above 0, as a fraction of the smallest probability in the router's own choice (`give_up`).
 
         update: number of the update, from 1, for the name of the metric.
         """
@@ -120,7 +120,7 @@ class RecordRoutes(RouteObserver):
 
 
 class RecordLogits(RouteObserver):
-    """Stores the logits of the cached tokens, so that later passes can measure how far a router has moved."""
+    """Stores logits of the tokens in `RouteTable.cached`, so that later passes can measure how far a router has moved."""
 
     def __init__(self, table: RouteTable) -> None:
         self.table = table

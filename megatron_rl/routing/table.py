@@ -120,7 +120,7 @@ class RouteTable:
     shape: RouteShape
     """Shape of the model's routes."""
     counted: Tensor
-    """[T] bool: tokens included in metrics, that is, tokens whose prediction is in the loss."""
+    """[T] bool: tokens included in metrics: those whose next-token prediction is in the loss."""
     cached: Tensor
     """[C] int64: rows whose features are stored."""
     engine: Tensor | None = None

@@ -93,7 +93,7 @@ def with_keys(found: PodConfig, changes: Mapping[str, object]) -> PodConfig:
 
 
 def object_name(name: str) -> str:
-    """Return a run's name as Kubernetes allows it (lower case, digits, -). A changed name gets part of the original's hash."""
+    """Return a run's name in Kubernetes's form (a-z, 0-9, -). A changed name ends with part of the old name's hash."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if plain == name and name[0].isalpha() and len(name) <= NAME_LENGTH:
         return name
@@ -155,7 +155,7 @@ def _job(name: str, replicas: int, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder(name: str, args: argparse.Namespace) -> str:
-    """Return the folder of an attempt on the volume. Kubernetes replaces $(ATTEMPT) by the number of the attempt."""
+    """Return the volume's log folder for one attempt of a job. Kubernetes replaces $(ATTEMPT) by the attempt's number."""
     return f"{args.mount_path}/logs/{name}/attempt-$(ATTEMPT)"
 
 

@@ -51,7 +51,7 @@ from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 _MANY_OBJECTS = 300_000
-"""If Python has more old objects than this, it no longer scans them for garbage. The modules alone have half a million."""
+"""If `build` leaves more old objects than this, garbage collection no longer scans them. Imports alone make half a million."""
 
 
 class Stateful(Protocol):
@@ -259,7 +259,7 @@ class Run:
 
     @property
     def trains_policy(self) -> bool:
-        """True if the current step trains the policy: the first critic.warmup_steps steps train only the critic."""
+        """True if the current step trains the policy. The first critic.warmup_steps steps train only the critic."""
         return self.critic is None or self.step >= self.config.critic.warmup_steps
 
     def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:

@@ -26,7 +26,7 @@ def make_private(folder: Path) -> None:
 def lock(folder: Path) -> TextIO | None:
     """Lock a run's folder for writing. The lock ends when the returned file is closed or this process ends for any reason.
 
-    It is a POSIX lock of this process. Child processes do not inherit it, so they cannot keep it after this process has
+    The lock is a POSIX lock of this process. Child processes do not inherit it, so no child can hold it after this process has
     ended. Returns None if the file system has no locks. Errors: UserError that names the process that holds the lock.
     """
     path = folder / NAME

@@ -19,7 +19,7 @@ from megatron_rl.servers.orphans import own_folder
 
 
 def needs_torchrun(nproc: int) -> bool:
-    """Return whether torchrun must start processes: --nproc asks for several, and this is not yet one of them (no RANK)."""
+    """Return True if torchrun must start processes: --nproc asks for several, and torchrun did not start this one (no RANK)."""
     return nproc > 1 and "RANK" not in os.environ
 
 
@@ -36,7 +36,7 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 def torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
     """Run this command in `nproc` processes, each with its share of the CPU cores, and wait until they end.
 
-    failing: if a process fails first with this exit status, it is returned. After any other failure, 2 is returned.
+    failing: exit status that is passed on if the first process to fail ends with it. Returns 2 after any other failure.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run

@@ -402,8 +402,8 @@ def run_python(
 ) -> Outcome:
     """Run a program in a container, with limits of wall-clock time, memory (of all processes) and output bytes (per stream).
 
-    This function raises no exception, whatever the program does. The outcome's `reason` is refused if this machine cannot
-    contain the program.
+    This function raises no exception, whatever the program does. If this machine cannot contain the program, the outcome's
+    `reason` is "refused".
     """
     if "\0" in code:  # Python would ignore the code after it
         return Outcome("", "SyntaxError: source code cannot contain null bytes\n", 1, "error")

@@ -156,7 +156,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 def drops_user() -> bool:
     """Return whether root can run scoring functions as the user `nobody`.
 
-    The user must be able to read the folders of all modules.
+    For this, `nobody` must have access to the folders of all modules.
     """
     folders = {Path(path).resolve() for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
     return all(

@@ -62,7 +62,7 @@ class Aborted(Exception):
     """Raised by a call that `SGLangClient.abort` ended."""
 
     def __init__(self, lengths: list[int]) -> None:
-        """lengths: number of tokens of each response of the call at the abort."""
+        """lengths: for each response of the call, the number of tokens that it had at the abort."""
         super().__init__("aborted")
         self.lengths = lengths
 
@@ -285,7 +285,7 @@ class SGLangClient:
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
         """Replace the weight versions in the replies by steps of this run, and check them.
 
-        Errors: NoAnswer for weights that this run has not pushed, UserError for weights of another run.
+        Errors: UserError for weights that another run has pushed; NoAnswer for other weights that this run has not pushed.
         """
         for reply in replies:
             reply.weight_spans = [replace(s, version=as_own(s.version, self._run)) for s in reply.weight_spans]

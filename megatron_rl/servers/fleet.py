@@ -63,7 +63,7 @@ class Fleet:
         self.addresses: list[str] = []
         """Addresses of the members."""
         self._behind: dict[str, list[str]] = {}
-        """Servers of each entry of rollout.addresses: the latest list of a router, or the address itself for a server."""
+        """Servers of each entry of rollout.addresses: for a router, its latest list; for a server, its own address."""
         self._routers: set[str] = set()
         self._refused: dict[str, str] = {}
         """Servers that cannot do what the config needs, each with the reason."""
@@ -105,7 +105,7 @@ class Fleet:
         return with_scheme(text) if text and text.isprintable() and " " not in text else ""
 
     def _listed(self) -> list[str]:
-        """Return the servers of rollout.addresses; a router is replaced by its servers, which stay listed if it is gone."""
+        """Return the servers of rollout.addresses; routers are replaced by their servers, even if a router is gone."""
         for address in self.config.rollout.addresses:
             if address in self._behind and address not in self._routers:  # a server, never a router
                 continue
@@ -118,7 +118,7 @@ class Fleet:
         return [server for address in self.config.rollout.addresses for server in self._behind[address]]
 
     def wait_ready(self) -> None:
-        """Wait for the first members: all of rollout.addresses, and rollout.server.count (default 1) of the address folder.
+        """Wait for the first members: all of rollout.addresses, and rollout.server.count (default: 1) from the folder.
 
         Errors: UserError if a server of rollout.addresses does not answer or cannot do what the config needs, or if no server
         appears in the folder in time.

@@ -164,7 +164,7 @@ def numbers(values: Any, name: str, kinds: str = "if") -> np.ndarray:
 
 
 def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
-    """Return the log-probs, [n] float32, of the (log-prob, token, text) entries of field `name`, from entry `start` on.
+    """Return log-probs [n] float32 from the entries (log-prob, token, text) of field `name`, starting at entry `start`.
 
     Errors: ValueError for anything else.
     """

@@ -139,7 +139,7 @@ class RolloutServer:
     config: ServerConfig
     _: KW_ONLY
     dtype: str = "bf16"
-    """bf16 | fp32 | fp8. fp8 on a GPU: block-quantized weights, which the first push fills; without a GPU: bf16."""
+    """bf16 | fp32 | fp8. On a GPU, fp8 weights are block-quantized, and the first push sets them. Elsewhere fp8 means bf16."""
     context_length: int = 4096
     routes: bool = False
     """True if the server records the routes (indices of the chosen experts) of every token."""

@@ -112,7 +112,7 @@ def _figure(log: RunLog, line: Any, name: str) -> float:
 
 
 def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
-    """Return the response lengths of a step: recorded, or drawn to have the logged mean, quantiles and maximum."""
+    """Return the response lengths of a step: recorded ones, or ones drawn with the logged mean, quantiles and maximum."""
     if files:
         from megatron_rl.data.trajectory import load_trajectories
 

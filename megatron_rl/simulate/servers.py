@@ -78,7 +78,7 @@ class Work:
 
 
 class _Server:
-    """A server. An iteration adds one token to every running response, so iterations (its position) serve as a clock."""
+    """A server. Its clock, called position, counts iterations. An iteration adds one token to every running response."""
 
     def __init__(self, costs: Costs, slots: int, prompt_tokens: float) -> None:
         self.waiting: deque[Request] = deque()

@@ -45,7 +45,7 @@ class Simulated:
     idle: float
     """Share of the servers' time in which a server runs nothing, including weight syncs."""
     tail: float
-    """Share of the time in which some responses run, but fewer than a tenth of the largest number at any time."""
+    """Share of the run's time during which responses run, but fewer than a tenth of the most that ever run at once."""
     work: list[Work]
     """Work that each server has done."""
 

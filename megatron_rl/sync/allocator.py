@@ -19,7 +19,7 @@ def allocator_settings(transport: type[Transport], environment: Mapping[str, str
     Nothing is added for the transport `tensor`, whose buckets the engine maps. Torch refuses to share expandable segments with
     another process (2.14: "Cannot share an expandable_segments allocation"). TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 allows it,
     but only if the operating system's kernel lets the engine take the trainer's file descriptors. Kernels rarely let a child
-    process do so.
+    process take descriptors of its parent.
     """
     if any(name in environment for name in ALLOCATOR_VARIABLES) or transport.shares_memory:
         return {}

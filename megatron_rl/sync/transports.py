@@ -30,8 +30,8 @@ def transport_class(name: str) -> type[Transport]:
 def instead(*, colocate: bool, shares_memory: bool = True, needs_peer_access: bool = True) -> str:
     """Return the name of the first built-in transport that meets the conditions.
 
-    colocate: it must work if trainer and engine share a GPU. shares_memory, needs_peer_access: whether it may have this
-    property.
+    colocate: the transport must work if trainer and engine share a GPU. shares_memory, needs_peer_access: whether the transport
+    may have this property.
     """
     return next(
         name

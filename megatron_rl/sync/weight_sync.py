@@ -162,7 +162,7 @@ class WeightSync:
         self.close()
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0. Every rank returns its result or raises its error."""
+        """Run `work` on rank 0. Every rank returns rank 0's result, or raises rank 0's error."""
         result = [together(work if self._is_sender else None, self.group)]
         if self._ranks > 1:
             dist.broadcast_object_list(result, group_src=0, group=self.group)
@@ -343,7 +343,7 @@ class WeightSync:
                 )
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which the engine holds a tensor. The engine may keep some (routing biases) in fp32."""
+        """Return the dtype in which the engine holds a tensor. Some tensors, such as routing biases, may be in fp32."""
         slot = self._slot_of(name)
         if slot is None:
             remedy = ": start it through tools/serve.py with this config" if name.endswith(PREDICTOR_WEIGHT) else ""

@@ -117,7 +117,7 @@ def _dataset(options: NumberSortingOptions) -> Sequence[dict]:
 
 @contextlib.contextmanager
 def _without_package_imports(*packages: str) -> Iterator[None]:
-    """In this context, import submodules of the packages without running the packages' `__init__`.
+    """Context in which submodules of the packages can be imported without running the packages' `__init__`.
 
     reasoning_gym's `__init__` imports all 106 tasks with matplotlib and sympy, which takes 3.6 s on every rank. The needed
     submodule alone takes 0.3 s. The package's modules are removed from sys.modules afterwards, so that a later `import

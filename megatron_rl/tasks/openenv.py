@@ -109,7 +109,7 @@ class Session:
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Read messages continuously. Reading also answers pings, without which a server ends the session."""
+        """Read messages continuously. Reading also answers pings; a server ends a session that leaves pings unanswered."""
         while True:
             message = await self._socket.receive()
             await self._answers.put(message)

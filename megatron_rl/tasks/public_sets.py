@@ -1,4 +1,4 @@
-"""Tasks on public data sets. Rows come from the set (by path or name), or are generated in the same form without data.path."""
+"""Tasks on public data sets. data.path is the set's path or name; without it, rows in the same form are generated."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ _RUBBISH = (
 _PROBED = 8
 """Number of entries of a data set on which each text of `_RUBBISH` is scored."""
 _MOST_FOR_RUBBISH = 0.15
-"""Largest score of a meaningless text that the task still treats as 0, because many scorers give any text a small score. The
-task does not accept a data set that scores such a text higher."""
+"""Largest accepted score of a meaningless text. Many scorers give any text a small score, which the task treats as 0. The task
+does not accept a data set that scores such a text higher."""
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "%", "(", ")", ",", "[", "]", "="})
 _LONGEST = 4000

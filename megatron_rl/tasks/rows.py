@@ -92,7 +92,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, s
 
 
 def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
-    """Read rows of a Hugging Face data set, or of a folder that `datasets` can read (data files, or saved by `datasets`)."""
+    """Read rows of a Hugging Face data set, or of a folder of data files, or of a folder that `datasets` has saved."""
     import datasets
 
     try:
@@ -176,7 +176,10 @@ class RowTask(Task):
         return {"train": fresh, "eval": evaluation}
 
     def _check_asks_nothing(self, rows: str, others: str) -> None:
-        """Raise UserError if a config key for prompts is set but no row has a prompt. others: columns of rows with prompts."""
+        """Raise UserError if a config key for prompts is set. Called if no row has a prompt as text.
+
+        rows, others: parts of the error message: the rows' description, and the columns that rows with prompts need.
+        """
         for key, given, plain in (
             ("chat", self.data.chat, "false"),
             ("template", self.data.template != DataConfig().template, "'{prompt}'"),

@@ -154,8 +154,8 @@ class PromptStream:
     """Endless stream of a task's training prompts with their tokens.
 
     The order in epoch e depends only on (seed, e). The stream skips prompts without room for max_new_tokens, too long
-    demonstrations, and unusable comparisons. It collects the ids of skipped prompts in `skipped` and logs the first few. A long
-    text comes in several consecutive pieces. Errors: UserError if nothing in an epoch fits.
+    demonstrations, and unusable comparisons. It collects the ids of skipped prompts in `skipped` and logs the first few. It
+    returns a long text in several consecutive pieces. Errors: UserError if nothing in an epoch fits.
     """
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:

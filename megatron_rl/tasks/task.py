@@ -148,7 +148,7 @@ class Task:
         return Environment(toolbox)
 
     def agent(self) -> Callable[[Prompt, str], Any] | None:
-        """Return the task's agent for rollout.program: openai_agent, used if agent.function is not set; None if it has none."""
+        """Return the task's agent for rollout.program: openai_agent, or None. It is used if agent.function is not set."""
         return None
 
     async def open(self) -> None:

@@ -97,8 +97,8 @@ VERIFIERS = {
     "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated", "timeout_s")
-"""Arguments that a verifier gets in addition to response and answer if it has parameters with these names. A verifier that
-takes timeout_s must keep this time limit itself."""
+"""Names of further arguments. A verifier gets those for which it has parameters, in addition to response and answer. A verifier
+that takes timeout_s must keep this time limit itself."""
 GRACE_S = 30.0
 """Seconds by which a verifier that keeps its time limit itself may exceed the limit. Its worker is then killed."""
 

@@ -124,7 +124,7 @@ class Worker:
 
     @staticmethod
     async def _end(process: asyncio.subprocess.Process) -> None:
-        """Close the input of the process, which then ends the programs that it started. If the process stays alive, kill it."""
+        """Close the process's input, so that it ends itself and the programs that it started. If it stays alive, kill it."""
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):

@@ -46,8 +46,8 @@ _PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 24, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _WRITES = {1: sum(1 << bit for bit in (1, *range(4, 13))), 2: 1 << 13, 3: _TRUNCATE}
-"""Rights to write, by the Landlock version that introduced them: for files and folders; for moves between folders; for
-truncation."""
+"""{Landlock version: rights to write that it introduced}. Version 1 is for files and folders, version 2 for moves between
+folders, version 3 for truncation."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -70,7 +70,7 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
 
 @dataclass
 class Settings:
-    """Settings for isolation. isolated: episodes lose all rights. network: they may use the network nevertheless."""
+    """Settings for isolation. isolated: episodes lose all rights. network: isolated episodes may still use the network."""
 
     isolated: bool = True
     network: bool = False
@@ -330,7 +330,10 @@ class Episodes:
         return True
 
     def wait(self, also: int | None = None) -> bool:
-        """Read the output of episodes until `also` can be read. Returns True if it can; False if no episode is running."""
+        """Read episodes' output until descriptor `also` is readable, and return True.
+
+        Without `also`, read until no episode is running, and return False.
+        """
         while True:
             now = time.monotonic()
             for episode in [*self.playing.values()]:

@@ -48,7 +48,7 @@ OUTPUT_BYTES = 65536
 
 
 class Session:
-    """The interpreter of one conversation. It starts at the first call, and again at the call after one that broke a limit."""
+    """The interpreter of one conversation. It starts at the first call. If a call breaks a limit, the next call restarts it."""
 
     def __init__(
         self, *, timeout_s: float, memory_mb: int, start: Callable[..., bubblewrap.Container] = bubblewrap.Container

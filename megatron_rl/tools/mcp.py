@@ -64,7 +64,7 @@ async def _bounded(target: str | StdioServerParameters, headers: dict[str, str])
 
 
 async def _bound(response: httpx2.Response) -> None:
-    """Limit the size of an answer that is one message. A stream needs no limit here: each of its events has a limit."""
+    """Limit the size of an answer that is a single message. A stream needs no limit, because each of its events has one."""
     response.headers.pop("Content-Encoding", None)  # a small compressed answer could become large
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
         assert isinstance(response.stream, httpx2.AsyncByteStream)

@@ -71,7 +71,7 @@ class Said(Protocol):
 
 @dataclass
 class Environment:
-    """The environment of one conversation. `respond` answers each reply of the model; None ends the conversation."""
+    """The environment of one conversation. `respond` answers the model's replies, or returns None to end the conversation."""
 
     toolbox: Toolbox
     sessions: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Environment:
             return shorten(f"Error: {error}", self.toolbox.config.max_tool_response)
 
     def reward_parts(self) -> dict[str, float]:
-        """Return the reward parts that the environment knows.
+        """Return the reward parts that the environment itself has computed.
 
         If they include all parts of the task, the task does not score the conversation.
         """

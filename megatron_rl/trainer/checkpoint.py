@@ -162,7 +162,7 @@ def _companions(trainer: Trainer) -> dict[str, Trainer]:
 def _with_companions(
     trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
-    """Return the states of all trained models, and their optimizers' parts by companion name ('' is the trainer itself)."""
+    """Return the states of all trained models, and {name of companion, '' for the trainer: parts of its optimizer's state}."""
     state = _state(trainer, ranks, loading=loading, with_random=with_random)
     parts = {"": _distributed_state(trainer, state)}
     for name, companion in _companions(trainer).items():

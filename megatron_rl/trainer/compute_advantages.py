@@ -119,7 +119,7 @@ class Advantages:
     def compute_token_advantages(
         self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
     ) -> None:
-        """Set the token advantages in each update's batches, unless they are just the response advantages.
+        """Set the token advantages in each update's batches, unless tokens keep their response's advantage unchanged.
 
         rollout: this rank's trajectories of each update, from which the batches were packed. Fields that the advantages need
         (such as log-probs) must be computed before.
@@ -155,7 +155,7 @@ class Advantages:
         return self._measured
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
-        """Return the metrics advantage/* over all counted tokens, after clipping. found: the advantages before clipping."""
+        """Clip the advantages `found`, and return the metrics advantage/* of all counted tokens."""
         if not self._trainer.ranks.is_leader:  # other processes of the copy have the same sequences
             return {}
         mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()

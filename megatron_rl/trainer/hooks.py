@@ -88,10 +88,10 @@ class UpdateHook:
         return []
 
     def after_backward(self) -> None:
-        """Use or change an update's gradients before the data-parallel reduction: sums over this process's tokens only."""
+        """Use or change an update's gradients before the data-parallel reduction, as sums over this process's tokens only."""
 
     def after_reduction(self) -> None:
-        """Use or change the reduced gradients of an update: means over all tokens, in the buffers that the optimizer reads."""
+        """Use or change an update's reduced gradients (means over all tokens) in the buffers that the optimizer reads."""
 
     def after_pass(self, stage: Stage) -> None:
         """Handle the end of a pass over all micro-batches. In an update, this includes the backward pass.
@@ -132,7 +132,7 @@ class UpdateHook:
         return {}
 
     def progress(self) -> dict[str, int]:
-        """Return the numbers in the hook's state by name. A checkpoint stores the largest value over all processes."""
+        """Return the integers in the hook's state, by name. A checkpoint stores the largest value over all processes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:

@@ -36,7 +36,7 @@ from megatron_rl.trainer.objective import (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a `ModelPass`. Each field is this micro-batch's entry in the `ModelPass` list of the same meaning."""
+    """One micro-batch of a `ModelPass`: its index, and its entry in each of the `ModelPass` lists (such as `routes`)."""
 
     index: int
     batch: Batch

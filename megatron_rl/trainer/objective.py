@@ -84,7 +84,7 @@ class Totals:
 
 
 class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
-    """The loss that a pass minimizes. Subclasses override `__call__` and, where they differ, other members."""
+    """The loss that a pass minimizes. Subclasses override `__call__` and, if necessary, other members."""
 
     needs: frozenset[str] = frozenset()
     """Fields (`data.sequence.FIELDS`) that earlier passes over the batches have to compute."""
@@ -237,7 +237,7 @@ def _explained_variance(sums: object) -> float:
 
 
 def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
-    """Return the configured loss. An external plain function is treated as not per token. Errors: UserError."""
+    """Return the configured loss. An external plain function gets per_token=False. Errors: UserError."""
     found = resolve("loss", config.loss, losses.POLICY_LOSSES, "algorithm.loss")
     return found if isinstance(found, losses.PolicyLoss) else losses.PolicyLoss(found, per_token=False)
 
@@ -251,9 +251,9 @@ def correction_of(correction: CorrectionConfig) -> Correction:
 class Policy(Objective[HeadOutputs]):
     """A policy loss with rollout correction, KL to the reference and entropy bonus, as configured.
 
-    The loss is sum(a x) / sum(a c) over the tokens of the update. x is a token's loss term times its importance weight. c is
-    the token's contribution to the divisor (`correction.counts`). a is 1 or, with sequence_mean, 1 / (counted tokens of the
-    token's sequence). With sequence_sum the loss is sum(x) / (sequences x a constant).
+    Let x be a token's loss term times its importance weight, and c its contribution to the divisor (`correction.counts`). Let a
+    be 1 or, with sequence_mean, 1 / (counted tokens of the token's sequence). The loss is sum(a x) / sum(a c) over the tokens
+    of the update. With sequence_sum, the loss is sum(x) / (sequences x a constant).
 
     The division happens after the passes of all micro-batches. So the on-policy case needs no separate pass for log-probs: the
     update's own pass provides the importance weights.

@@ -111,7 +111,7 @@ def make_optimizer(
 
 
 def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
-    """Yield the optimizers that Megatron's wraps; with optimizer.cpu_offload, one for the GPU and one for the host."""
+    """Yield the optimizers inside Megatron's optimizer; with optimizer.cpu_offload, one for the GPU and one for the host."""
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
         yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
@@ -120,13 +120,13 @@ def inner_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
 def torch_optimizers(optimizer: ChainedOptimizer) -> list[torch.optim.Optimizer]:
     """Return the inner optimizers that come from torch.optim.
 
-    These are the host's optimizers and, without Transformer Engine and Apex, all of them.
+    On the host, all inner optimizers come from torch.optim; on the GPU, only without Transformer Engine and Apex.
     """
     return [one for one in inner_optimizers(optimizer) if type(one).__module__.startswith("torch.optim.")]
 
 
 def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
-    """Create a zero optimizer state for each weight, as the first step would. A checkpoint can then save it or load into it."""
+    """Create a zero optimizer state for each weight, as the first step would. A checkpoint can then save or fill it."""
     for inner in inner_optimizers(optimizer):
         _allocate(config, inner)
     for part in optimizer.chained_optimizers:
@@ -138,7 +138,7 @@ def allocate_states(config: OptimizerConfig, optimizer: ChainedOptimizer) -> Non
 def separate_steps(optimizer: ChainedOptimizer) -> None:
     """Give each weight its own step counter.
 
-    When Megatron loads a checkpoint, all weights share one counter, which the step of each weight would advance.
+    After Megatron has loaded a checkpoint, all weights share one counter, and the step of each weight would advance it.
     """
     for inner in torch_optimizers(optimizer):
         for state in inner.state.values():

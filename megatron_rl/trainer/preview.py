@@ -54,7 +54,7 @@ class StepPreview:
 
     @cached_property
     def _homes(self) -> dict[int, set[torch.nn.Parameter]]:
-        """Parameters of each part of a sharded optimizer, including parameters that other processes update."""
+        """Parameters of each optimizer in `_parts`, by the optimizer's id. Other processes update some of these parameters."""
         return {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The trainer and its operations: pack, compute_log_probs, update, export_weights, sleep, wake. All processes call each one."""
+"""The trainer and its operations, which all processes call: pack, compute_log_probs, update, export_weights, sleep, wake."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ class Trainer:
     def _observed(
         self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: UpdateContext
     ) -> Iterator[list[RoutePass | None]]:
-        """Observe the routers during a pass within the block. Yield a RoutePass per micro-batch; None for a dense model."""
+        """Observe the routers in the pass within the block. Yield a RoutePass per micro-batch; None for a dense model."""
         for hook in hooks:
             hook.before_forward(batches, stage, place)
         tables = [batch.routes for batch in batches if batch.routes]
@@ -438,7 +438,7 @@ class Trainer:
     def save_adapter(self, out: Path) -> None:
         """Save the adapters as a folder in PEFT's format. Collective.
 
-        Errors: RuntimeError while the weights are off the device; UserError.
+        Errors: RuntimeError while the weights are off the device; UserError if the folder cannot be written.
         """
         self.residence.require("weights")
         gather_parameters(self.ddp)

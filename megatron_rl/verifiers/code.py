@@ -55,7 +55,7 @@ class Tests:
     names: list[str] = field(default_factory=list)
     """Names of the program that the source or the cases use; empty if the program runs as a script."""
     cases: list[list[Any]] = field(default_factory=list)
-    """Pairs [input, output]: two texts. If `names` has a function, a pair has its list of arguments and its result."""
+    """Pairs [input, output] of texts. If `names` has a function, pairs [list of its arguments, its result] instead."""
 
 
 def blocks_of(response: str) -> list[str]:
@@ -91,7 +91,7 @@ def program_of(response: str, prompt: str = "", names: Sequence[str] = ()) -> st
     """Return the program in a response: the last code block that defines all names.
 
     If there is none, the next choices are, in order: the last block that defines at least one name, the last that reads input,
-    the last that does something, and the last of any kind.
+    the last with a call or a definition, and the last of any kind.
 
     Imports and helpers of the prompt's code are put before the program. Other blocks of the response are also put before it, if
     they define missing names. If the block is only a function body, it is put after the prompt's code. Without a block, the

@@ -1,7 +1,7 @@
 """Verifier `math`: checks whether the final answer of a response is the expected answer.
 
-If the expected answer is a number, the response must give a number. An expression must have nothing left to compute, and the
-form that the question asks for. Words must be equal. An answer with additional content does not count.
+If the expected answer is a number, the response must give a number. An expression must have the form that the question asks
+for, with nothing left to compute. Words must be equal. An answer with additional content does not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DERIVE = re.compile(
 
 
 def squeeze(text: str) -> str:
-    """Return the text in a uniform notation, in which an expression can be searched."""
+    """Return the text in a uniform notation, so that a search finds an expression in any notation."""
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"\\times|\\cdot", "*", text).replace(r"\div", "/")
     return re.sub(r"\\(?:[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)

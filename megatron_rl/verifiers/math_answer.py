@@ -159,7 +159,7 @@ def has_letters(side: str) -> bool:
 
 
 def pieces(prose: str) -> list[tuple[bool, str]]:
-    """Split a text into (whether it is a formula between delimiters, text).
+    """Split a text into pieces (True for a formula between delimiters, text of the piece).
 
     A dollar sign before words is money, not a delimiter.
     """
@@ -248,9 +248,10 @@ def is_denied(statement: Statement) -> bool:
 
 
 def _alternatives(text: str, last: bool) -> list[Number]:
-    """Return the alternative to a number of a text, as a list of one number; [] if there is none.
+    """Return a list with the alternative to a text's first or last number; [] if there is none.
 
-    last: True for the last number (20 or 21), False for the first number (20 or 21, 20 to 21).
+    last: if True, return the number before the last one (20 in `20 or 21`). If False, return the number after the first one (21
+    in `20 or 21` and in `20 to 21`).
     """
     cuts = [*(_OR if last else _OR_TO).finditer(text)]
     if not cuts:

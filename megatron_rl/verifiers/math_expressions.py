@@ -25,7 +25,8 @@ Expression = Basic | MatrixBase
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
 _FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infty arcsin arccos arctan sinh cosh tanh"
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|inf|infinity)(?![A-Za-z]))[A-Za-z]*[a-z][A-Za-z]*[A-Za-z](?![A-Za-z])")
-"""A word. Functions and names of several capital letters (the segment AB) do not match. Products of letters have spaces."""
+"""A word. Functions and names of several capital letters (the segment AB) do not match. A product of letters does not match if
+spaces separate them."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\imath|\\mathbb\{C\}")
 _LONGEST = 2000
 _DEEPEST = 8

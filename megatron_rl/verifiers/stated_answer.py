@@ -56,7 +56,7 @@ def statements(text: str) -> list[Statement]:
 def extract_answer(text: str, *, multiline: bool = False) -> str:
     """Return the answer that a response states last, or ''.
 
-    multiline: without a box, tag or hash, the whole text is the answer (for answers that are grids).
+    multiline: True if answers may be grids. A text without a box, tag or hash is then the answer as a whole.
     """
     found = statements(text)
     if not found:

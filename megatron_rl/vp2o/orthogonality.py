@@ -36,7 +36,7 @@ class Orthogonality(RouteObserver):
         """{layer: [2] squared gradient norms at the used outputs}: of the orthogonality loss, and of all other losses."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the outputs unchanged. The backward pass adds the loss's gradient to those of outputs and weights."""
+        """Return the outputs unchanged. The backward pass adds the loss's gradient to the gradients of outputs and weights."""
         tokens = self.table.evenly_spaced(self.tokens)
         share = self.table.counted.sum() / max(len(tokens), 1)
         some = rows[tokens]

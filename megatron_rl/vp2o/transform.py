@@ -1,9 +1,9 @@
 """VP2O in training: replaces expert gradients by their Stein transform, layer by layer, for any parallel layout.
 
 The transform uses the full gradients in Megatron's buffers after the backward pass. They contain the policy loss, the KL
-penalty, the entropy bonus and the orthogonality loss, and attraction mixes all of them alike. (Auxiliary losses reach experts
-only through the hidden states of earlier layers.) To separate the losses, each would need its own backward pass and gradient
-buffer.
+penalty, the entropy bonus and the orthogonality loss, and attraction mixes all of them alike. (The gradient of a router's
+auxiliary losses only reaches experts of earlier layers, through the hidden states.) To separate the losses, each would need
+its own backward pass and gradient buffer.
 
 Attraction is linear in the gradients, so it is applied to each process's own sums before the data-parallel reduction. At this
 point every process still has all gradients of its experts; after the reduction, the distributed optimizer keeps only a shard.
@@ -108,7 +108,7 @@ class Stein(UpdateHook):
     # -- one update, in this order ------------------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: UpdateContext) -> None:
-        """Select the route tables for co-activation: all micro-batches of the rollout batch that have had a forward pass."""
+        """Select the tables for co-activation: those of the rollout batch's micro-batches that have had a forward pass."""
         if stage == "update":
             found = (batch.routes for update in place.rollout or [batches] for batch in update)
             self._tables = [table for table in found if table is not None]

@@ -267,7 +267,7 @@ def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
 def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor], routes: Tensor) -> Tensor:
     """Return the gates [C, N] of a router with the given parameters and inputs.
 
-    For a replayed token these are the gates of the replayed experts, for other tokens those of the router's own choice.
+    For a replayed token, these are the gates of the replayed experts; for others, of the experts that the router chooses.
     """
     weight, *bias = parameters
     return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32), routes)

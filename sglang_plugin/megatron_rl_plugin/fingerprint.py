@@ -18,8 +18,8 @@ from torch import Tensor
 
 MODULUS = 1 << 64
 ROW_BASE = 0x9E3779B97F4A7C15
-"""Base of the row weights: row i has the weight ROW_BASE**i. Because it is 5 modulo 8, its multiplicative order modulo 2**64 is
-the largest possible."""
+"""Base of the row weights: row i has the weight ROW_BASE**i. ROW_BASE is 5 modulo 8, so its multiplicative order modulo 2**64
+is the largest possible."""
 PREFIX = "multilinear64"
 """First field of the result of `describe`. If a checksum has another first field, the server lacks this plugin."""
 _GPU_CHUNK = 1 << 24

@@ -1,8 +1,8 @@
 """Makes requests with a sampling_seed use this seed, without SGLang's deterministic kernels.
 
 SGLang itself uses the seed only with --enable-deterministic-inference. This option also selects slower kernels, with which no
-bit of the logits depends on the batch. Seeds are useful without these kernels, because a draw then does not depend on the
-number of earlier draws. Only a draw very close to the border between two tokens can still differ.
+bit of the logits depends on the batch. Seeds are useful even without these kernels, because a seeded draw does not depend on
+the number of earlier draws. Between two runs with one seed, only draws very close to the border between two tokens can differ.
 """
 
 from __future__ import annotations

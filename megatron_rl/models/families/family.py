@@ -72,7 +72,7 @@ class Moe:
     intermediate: str = "moe_intermediate_size"
     """Key of the inner size of one expert."""
     groups: str = ""
-    """Key of the number of expert groups, from which each token first chooses some groups. Empty if there are no groups."""
+    """Key of the number of expert groups; a token first chooses groups, then experts within them. Empty without groups."""
     shared_size: Callable[[PreTrainedConfig], int] = lambda config: 0
     """Function that returns the inner size of all shared experts together."""
     layers: Callable[[PreTrainedConfig], Sequence[int]] = lambda config: range(config.num_hidden_layers)
@@ -166,7 +166,7 @@ class Family:
     sinks: str = ""
     """Name of the attention module's tensor with one learned sink per query head; empty if there are no sinks."""
     router_bias: bool = False
-    """True if the router's linear layer has a bias. Balancing biases are not meant, because they are buffers."""
+    """True if the router's linear layer has a bias. Balancing biases do not count, because they are buffers."""
 
     # Settings that are refused.
     rope_types: tuple[str, ...] = ("default", "yarn")
@@ -184,7 +184,7 @@ class Family:
     not_quantized: str = ""
     """Reason why `quantize` refuses the family; empty if the family can be quantized."""
     few_tokens: int = 0
-    """Number of tokens up to which SGLang's bf16 router uses another kernel than for more tokens, on GPUs of compute capability
-    9.0 or higher; 0 if it always uses the same kernel."""
+    """Threshold in tokens: SGLang's bf16 router uses one kernel up to this number and another kernel above it, on GPUs of
+    compute capability 9.0 or higher. 0 if the router always uses the same kernel."""
     width_from_hidden: bool = False
     """True if transformers or SGLang compute a head's width from the hidden size and the number of heads."""

@@ -2,8 +2,8 @@
 
 Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Functions of torch are shared by all
 libraries, so they are not replaced. Instead the syntax tree of each Megatron module is rewritten during its import. A few
-general rules apply if the GPU is missing. `SWAPS` replaces single expressions, each if the part that it names is missing.
-Positions are kept, so that tracebacks show Megatron's own lines.
+general rules apply if the GPU is missing. Each entry of `SWAPS` replaces one expression if the part that the entry names is
+missing. Positions are kept, so that tracebacks show Megatron's own lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GPU_PACKAGES = (
     *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     "flash_attn",  # FlashAttention 4, whose import takes seconds
 )
-"""Packages that Megatron must not import without a GPU. An environment with these packages may also serve login nodes."""
+"""Packages that Megatron must not import without a GPU. They may be installed there, for example on login nodes."""
 
 Missing = Literal["GPU", "Transformer Engine", "fused Adam"]
 """Parts that Megatron requires and that a machine may lack."""

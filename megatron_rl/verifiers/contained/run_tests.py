@@ -24,9 +24,9 @@ from typing import Any
 class Remote:
     """Reference to an object of the program. It can be called and iterated, and has the object's attributes.
 
-    This script compares the object's content, element by element. mixed: True for the result of an operator between an object
-    and a value of the tests. The program could use such a result as a comparison with the value. This script therefore does not
-    ask the program whether the result is true.
+    This script compares the object's content, element by element. mixed: True if the object is the result of an operator
+    between another object of the program and a value of the tests. This script never asks the program whether such a result is
+    true, because the program could then decide a comparison with the value.
     """
 
     def __init__(self, number: int, *, mixed: bool = False) -> None:
@@ -158,7 +158,7 @@ class Link:
         """Pairs of objects that are being compared. They are needed for lists that contain themselves."""
 
     def keep(self, value: Any) -> dict[str, Any]:
-        """Return the message that represents an object of the tests. The program can call back functions."""
+        """Return the message that represents an object of the tests. The program can call the object if it is a function."""
         if isinstance(value, Remote):
             return {TAG: "object", "v": value._number}
         if not callable(value) and type(value).__module__ == "__main__" and hasattr(value, "__dict__"):

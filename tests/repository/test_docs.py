@@ -103,6 +103,14 @@ def test_sources_are_cited_by_their_names():
     assert not found, f"{found[0]} cites {cited}..., which is in no repository"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_a_row_of_a_table_is_one_line(document):
+    """A row that is wrapped ends the table for whoever renders it."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for line in map(str.strip, text.splitlines()):
+        assert line.startswith("| ") == line.endswith(" |"), f"{document.name}: a row that is not one line: {line[:80]}"
+
+
 def test_config_keys_exist():
     """`section.key` in backquotes is a key of the config."""
     sections = {key.split(".")[0] for key in key_paths() if "." in key}

@@ -57,7 +57,7 @@ class Trajectory(Sequence):
     group_id: int
     """Id of the group: all samples of one prompt in one step."""
     finish_reason: str = "stop"
-    """Reason why the response ended: stop | length | abort; why a conversation ended: stop | turns | tokens | time | failure."""
+    """Why the response ended: stop | length | abort. Why a conversation ended: stop | turns | tokens | time | failure."""
     support: dict[str, float] = field(default_factory=dict)
     """Fields of the `SamplingSupport` that sampled the response; empty if a record does not have them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
